@@ -1,0 +1,106 @@
+"""Batch order: a pure function of (seed, client, round, phase, epoch).
+
+`batch_order` says it for one client and is what an independent transcription of a method uses;
+`plan` lays the batches of several clients out at once and agrees with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quiverfl.seeds import Hashes, hashed
+
+Integers = npt.NDArray[np.int64]
+
+ADAPT = 1 << 20
+"""The phase number of fine-tuning before an evaluation; its round is always 0."""
+
+
+def batch_order(
+    seed: int,
+    client: int,
+    round: int,
+    phase: int,
+    epoch: int,
+    size: int,
+) -> Integers:
+    """The order in which a client visits its samples in an epoch; batches are cut from it."""
+    keys = hashed(seed, "batches", client, round, phase, epoch, np.arange(size))
+    return np.argsort(keys, kind="stable")
+
+
+def sample_keys(
+    seed: int,
+    client: object,
+    round: int,
+    phase: int,
+    epoch: object,
+    sample: object,
+) -> Hashes:
+    """64 random bits for one visit to one sample: what augmentation draws from."""
+    return hashed(seed, "augment", client, round, phase, epoch, sample)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Batches of several clients, step by step.
+
+    samples[c, s, :counts[c, s]] are the client's own sample numbers in step s; epochs[c, s] is the
+    epoch that step belongs to; client c has steps[c] steps.
+    """
+
+    samples: Integers
+    counts: Integers
+    epochs: Integers
+    steps: Integers
+
+
+def plan(
+    seed: int,
+    clients: Integers,
+    round: int,
+    phase: int,
+    epochs: Integers,
+    sizes: Integers,
+    batch_size: int | None,
+) -> Plan:
+    """The batches of a phase for clients with their own number of epochs and samples."""
+    batch = sizes if batch_size is None else np.minimum(batch_size, sizes)
+    per_epoch = -(-sizes // batch)
+    steps = epochs * per_epoch
+    count, width = int(steps.max(initial=0)), int(batch.max())
+    samples = np.zeros((len(clients), count, width), dtype=np.int64)
+    position = np.arange(sizes.max())
+    inside = position < sizes[:, None]
+    step, slot = position // batch[:, None], position % batch[:, None]
+    for epoch in range(int(epochs.max(initial=0))):
+        visits = _orders(seed, clients, round, phase, epoch, position, inside, batch_size)
+        client, place = np.nonzero(inside & (epoch < epochs)[:, None])
+        at = step[client, place] + epoch * per_epoch[client]
+        samples[client, at, slot[client, place]] = visits[client, place]
+    index = np.arange(count)
+    last = index % per_epoch[:, None] == per_epoch[:, None] - 1
+    rest = (sizes - (per_epoch - 1) * batch)[:, None]
+    counts = np.where(last, rest, batch[:, None])
+    counts[index >= steps[:, None]] = 0
+    return Plan(samples, counts, index // per_epoch[:, None], steps)
+
+
+def _orders(
+    seed: int,
+    clients: Integers,
+    round: int,
+    phase: int,
+    epoch: int,
+    position: Integers,
+    inside: npt.NDArray[np.bool_],
+    batch_size: int | None,
+) -> Integers:
+    if batch_size is None:
+        return np.broadcast_to(position, inside.shape)
+    keys = hashed(seed, "batches", clients[:, None], round, phase, epoch, position)
+    keys[~inside] = np.iinfo(np.uint64).max
+    return np.argsort(keys, axis=1, kind="stable")

@@ -1,0 +1,31 @@
+"""What Quiver says when something cannot be done: the thing, the value, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuiverError(Exception):
+    """A mistake a person can act on; the command line prints it without a traceback."""
+
+
+class Diverged(QuiverError):
+    """Training produced a number that is not finite."""
+
+    def __init__(self, round: int, client: int, where: str) -> None:
+        super().__init__(
+            f"round {round}, client {client}: {where} is not finite; training diverged. "
+            "Lower training.lr, set training.clip_norm (10 is common) or, for push-sum on sparse "
+            "graphs, method.step_floor. What was recorded before this round is kept."
+        )
+        self.round = round
+        self.client = client
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`did you mean …?` for an unknown word, with everything known behind it."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Known: {', '.join(names)}."

@@ -1,0 +1,164 @@
+"""What is learned: a model as a function of its parameters, a loss, metrics, a personal part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quiverfl.errors import QuiverError
+from quiverfl.seeds import hashed
+from quiverfl.trees import Layout
+
+PerSample = Callable[[Tensor, Tensor], Tensor]
+"""(outputs [n, …], targets [n, …]) → one number per sample [n]."""
+
+
+class Point(NamedTuple):
+    """A whole model as two vectors: the shared parameters and the personal ones."""
+
+    shared: Tensor
+    personal: Tensor
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def correct(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 where the largest output is the label: its mean is the accuracy."""
+    return (outputs.argmax(dim=-1) == targets).to(outputs.dtype)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model factory split into a shared and a personal part.
+
+    `model` returns a fresh nn.Module. `personal` lists prefixes of parameter names: whatever lies
+    below them is the personal part v, everything else is the shared part u. An empty tuple means
+    that nothing is personal. `loss` and `metrics` give one number per sample.
+    """
+
+    model: Callable[[], nn.Module]
+    personal: tuple[str, ...] = ("head",)
+    loss: PerSample = cross_entropy
+    metrics: Mapping[str, PerSample] = field(default_factory=lambda: {"accuracy": correct})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.personal, str):
+            object.__setattr__(self, "personal", (self.personal,))
+        _refuse_impure(self.skeleton)
+        names = [name for name, _ in self.skeleton.named_parameters()]
+        if not names:
+            raise QuiverError("the model has no parameters: there is nothing to train.")
+        for prefix in self.personal:
+            if not any(_below(name, prefix) for name in names):
+                tops = sorted({name.split(".")[0] for name in names})
+                raise QuiverError(
+                    f"personal prefix {prefix!r} matches no parameter of the model; "
+                    f"its top-level parts are: {', '.join(tops)}."
+                )
+        if not self.shared_layout.size:
+            raise QuiverError(
+                f"personal prefixes {self.personal} match every parameter: nothing would be "
+                "shared. Name only the part that stays with the client, such as 'head'."
+            )
+
+    @cached_property
+    def skeleton(self) -> nn.Module:
+        """One instance whose own parameter values are never used."""
+        with _seeded(0):
+            return self.model()
+
+    @cached_property
+    def shared_layout(self) -> Layout:
+        return Layout.of((n, p) for n, p in self.skeleton.named_parameters() if not self._mine(n))
+
+    @cached_property
+    def personal_layout(self) -> Layout:
+        return Layout.of((n, p) for n, p in self.skeleton.named_parameters() if self._mine(n))
+
+    def _mine(self, name: str) -> bool:
+        return any(_below(name, prefix) for prefix in self.personal)
+
+    def initial(self, seed: int, client: int = 0) -> Point:
+        """The parameters a fresh model of this client starts with, in float32."""
+        with _seeded(int(hashed(seed, "init", client)) >> 1):
+            named = {n: p.detach() for n, p in self.model().named_parameters()}
+        return Point(self.shared_layout.join(named), self.personal_layout.join(named))
+
+    def named(self, point: Point) -> dict[str, Tensor]:
+        """Every parameter by name, as views into the two vectors."""
+        return {
+            **self.shared_layout.split(point.shared),
+            **self.personal_layout.split(point.personal),
+        }
+
+    def module(self, point: Point) -> nn.Module:
+        """A model of its own with these parameters, ready to use."""
+        with _seeded(0):
+            module = self.model()
+        module = module.to(device=point.shared.device, dtype=point.shared.dtype).eval()
+        named = self.named(point)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(named[name])
+        return module
+
+    @cached_property
+    def head(self) -> str | None:
+        """The one submodule that is the whole personal part, where there is one.
+
+        If it is also the last thing the model computes (checked on real inputs by whoever uses
+        this), the frozen body's features can be computed once and the head trained on them.
+        """
+        if len(self.personal) != 1 or self.personal[0] not in dict(self.skeleton.named_modules()):
+            return None
+        return self.personal[0]
+
+
+def _below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+class _seeded:
+    """Layers draw their initial values from torch's global generator: seed a fork of it.
+
+    The only place where the global generator is touched; it is put back as it was.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._before = torch.random.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        torch.random.set_rng_state(self._before)
+
+
+def _refuse_impure(model: nn.Module) -> None:
+    for name, module in _impure(model):
+        kind = type(module).__name__
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            raise QuiverError(
+                f"the model's layer {name!r} is a {kind}: it draws random numbers in the model, "
+                "which cannot be reproduced per client. Set p=0 or leave it out."
+            )
+        raise QuiverError(
+            f"the model's layer {name!r} is a {kind}, which keeps running statistics; a client's "
+            "model must be a pure function of its parameters. Use nn.GroupNorm instead."
+        )
+
+
+def _impure(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if dropout or (norm and getattr(module, "track_running_stats", False)):
+            yield name, module
