@@ -1,0 +1,63 @@
+"""Which accuracy is this? The answer, as an object that goes with every result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.results.summary import Report
+
+Stage: TypeAlias = Literal["local", "mixed"]
+Weighting: TypeAlias = Literal["uniform", "samples"]
+
+STAGE_WORDS = {
+    "local": "right after local training, before communication",
+    "mixed": "right after communication",
+}
+_REPORT_WORDS = {
+    "last": "of the last round",
+    "best": "of the best round (the one with the best mean over clients)",
+    "last10": "averaged over the last ten evaluated rounds",
+}
+_WEIGHTING_WORDS = {
+    "uniform": "the unweighted mean over clients",
+    "samples": "the mean over clients weighted by their number of test samples",
+}
+
+
+@dataclass(frozen=True)
+class EvaluationProtocol:
+    """When a model is tested, which round counts and how clients are averaged.
+
+    `finetune` says in words what is trained on a copy before testing, None for nothing.
+    """
+
+    stage: Stage = "local"
+    report: Report = "last"
+    weighting: Weighting = "uniform"
+    finetune: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("stage", Stage), ("report", Report), ("weighting", Weighting)):
+            value = getattr(self, name)
+            if value not in get_args(known):
+                guess = nearest(str(value), get_args(known))
+                raise QuiverError(f"evaluation {name} {value!r} is unknown: {guess}")
+
+    def caption(self, metric: str = "accuracy") -> str:
+        """One sentence for the foot of a table."""
+        tested = (
+            f"after {self.finetune} on a copy that is then thrown away"
+            if self.finetune
+            else "without any fine-tuning before the test"
+        )
+        return (
+            f"Test {metric} at stage “{self.stage}” ({STAGE_WORDS[self.stage]}) "
+            f"{_REPORT_WORDS[self.report]}, each client's model on that client's own test data, "
+            f"{tested}; {_WEIGHTING_WORDS[self.weighting]}."
+        )
+
+    def record(self) -> dict[str, Any]:
+        """As it is written into `summary.json`."""
+        return asdict(self)

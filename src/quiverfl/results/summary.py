@@ -1,0 +1,136 @@
+"""What a history comes down to: last, best and mean of the last ten, at each stage.
+
+Pure functions of data frames; nothing is read or written here. A history has the columns round,
+stage, client and one per metric; a frame of rounds has one row per round, summed over clients.
+
+Three figures describe the clients at one moment, each over the clients that have test data:
+    mean      not weighted: every client counts the same (unless weights are given)
+    std       over clients, of the population (they are all there), so divided by their number
+    worst10   the mean of the worst tenth of the clients, rounded up to whole clients
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import pandas as pd
+
+Report: TypeAlias = Literal["last", "best", "last10"]
+REPORTS: tuple[Report, ...] = ("last", "best", "last10")
+STAGES = ("local", "mixed")
+
+
+def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
+    """The numbers of `summary.json`: every stage at last / best / last10, and what it all cost."""
+    metric = headline(history)
+    stages = {}
+    for stage in STAGES:
+        values = by_client(history, stage, metric)
+        if len(values):
+            stages[stage] = {report: _one(values, report, metric) for report in REPORTS}
+    return {"metric": metric, "stages": stages, **costs(rounds)}
+
+
+def headline(history: pd.DataFrame) -> str:
+    """The metric results are judged by: accuracy where there is one, otherwise the loss."""
+    has_accuracy = "accuracy" in history and bool(history["accuracy"].notna().any())
+    return "accuracy" if has_accuracy or "loss" not in history else "loss"
+
+
+def higher_is_better(metric: str) -> bool:
+    return metric != "loss"
+
+
+def by_client(history: pd.DataFrame, stage: str, metric: str) -> pd.DataFrame:
+    """One row per evaluated round, one column per client; NaN for a client without test data."""
+    if metric not in history:
+        return pd.DataFrame()
+    rows = history[history["stage"] == stage]
+    table = rows.pivot(index="round", columns="client", values=metric).sort_index()
+    return table[table.notna().any(axis=1)]
+
+
+def client_scores(
+    values: pd.DataFrame, report: Report, metric: str, weights: pd.Series | None = None
+) -> pd.Series:
+    """One number per client: its last, that of the best round, or its mean of the last ten.
+
+    The best round is one for all clients: the first with the best mean over them. "Ten" counts
+    evaluated rounds, fewer where there are fewer.
+    """
+    if report == "last":
+        return values.iloc[-1]
+    if report == "last10":
+        return values.tail(10).mean(axis=0)
+    return values.iloc[_best(values, metric, weights)]
+
+
+def best_round(values: pd.DataFrame, metric: str, weights: pd.Series | None = None) -> int:
+    return int(values.index[_best(values, metric, weights)])
+
+
+def _best(values: pd.DataFrame, metric: str, weights: pd.Series | None) -> int:
+    means = mean_by_round(values, weights).to_numpy(dtype=np.float64)
+    return int(np.nanargmax(means) if higher_is_better(metric) else np.nanargmin(means))
+
+
+def mean_by_round(values: pd.DataFrame, weights: pd.Series | None = None) -> pd.Series:
+    """The mean over clients in every evaluated round; clients without a value are left out."""
+    if weights is None:
+        return values.mean(axis=1)
+    shares = values.notna() * weights.reindex(values.columns)
+    means: pd.Series = (values * shares).sum(axis=1) / shares.sum(axis=1)
+    return means
+
+
+def spread(scores: pd.Series, metric: str, weights: pd.Series | None = None) -> dict[str, float]:
+    """Mean, standard deviation and worst tenth over the clients that have a value."""
+    present = scores.dropna()
+    if present.empty:
+        return {"mean": float("nan"), "std": float("nan"), "worst10": float("nan")}
+    best_last = np.sort(present.to_numpy(dtype=np.float64))
+    if not higher_is_better(metric):
+        best_last = best_last[::-1]
+    tenth = -(-len(best_last) // 10)
+    return {
+        "mean": float(mean_by_round(present.to_frame().T, weights).iloc[0]),
+        "std": float(best_last.std()),
+        "worst10": float(best_last[:tenth].mean()),
+    }
+
+
+def costs(rounds: pd.DataFrame) -> dict[str, Any]:
+    """What a run took: bytes over the network, the busiest node, local steps, seconds."""
+    return {
+        "bytes": int(network_bytes(rounds).sum()),
+        "busiest_bytes": int(_column(rounds, "busiest_bytes").max()) if len(rounds) else 0,
+        "steps": int(_column(rounds, "steps").sum()),
+        "seconds": float(_column(rounds, "seconds").sum()),
+    }
+
+
+def network_bytes(rounds: pd.DataFrame) -> pd.Series:
+    """Bytes that cross the network in each round, every message counted once.
+
+    Between clients that is what they sent. With a server it is also what they received. A client
+    handles a message at most once, so a busiest node with more bytes than all clients sent
+    together can only be a server, through which everything goes.
+    """
+    sent = _column(rounds, "sent_bytes")
+    return sent.where(sent >= _column(rounds, "busiest_bytes"), _column(rounds, "busiest_bytes"))
+
+
+def _column(rounds: pd.DataFrame, name: str) -> pd.Series:
+    """A column of numbers, zero where nothing was recorded."""
+    if name not in rounds:
+        return pd.Series(0, index=rounds.index)
+    return rounds[name].fillna(0)
+
+
+def _one(values: pd.DataFrame, report: Report, metric: str) -> dict[str, float]:
+    figures = spread(client_scores(values, report, metric), metric)
+    if report == "last10":
+        return {**figures, "rounds": min(10, len(values))}
+    at = best_round(values, metric) if report == "best" else int(values.index[-1])
+    return {**figures, "round": at}
