@@ -1,0 +1,111 @@
+"""A data set before it is shared out between clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quiverfl.errors import QuiverError
+
+Integers = npt.NDArray[np.int64]
+Inputs = npt.NDArray[Any]
+"""uint8 images [n, channels, height, width], or float32 of any shape [n, …]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Examples for training and testing, in the source's own order.
+
+    `mean` and `std` are per channel (axis 1), of inputs on the scale of [0, 1] where they are
+    bytes; both empty means that the inputs are used as they are. The owners, where given, are
+    numbers 0 … k - 1 that say whose example it is: what the `natural` partition follows.
+    """
+
+    name: str
+    train_x: Inputs
+    train_y: Integers
+    test_x: Inputs
+    test_y: Integers
+    classes: int
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    train_owner: Integers | None = None
+    test_owner: Integers | None = None
+    owner_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            x, y = getattr(self, f"{part}_x"), getattr(self, f"{part}_y")
+            owner = getattr(self, f"{part}_owner")
+            _check_part(f"{self.name}, {part}", x, y, owner, self.classes)
+        if not len(self.train_y):
+            raise QuiverError(f"{self.name} holds no training examples.")
+        if len(self.test_y) and self.test_x.shape[1:] != self.train_x.shape[1:]:
+            raise QuiverError(
+                f"{self.name}: training inputs have the shape {self.train_x.shape[1:]}, "
+                f"test inputs {self.test_x.shape[1:]}; they must be the same."
+            )
+        if len(self.class_names) != self.classes:
+            raise QuiverError(
+                f"{self.name}: {len(self.class_names)} class names for {self.classes} classes."
+            )
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one example: what a model is made for."""
+        return tuple(int(side) for side in self.train_x.shape[1:])
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.input_shape) == 3
+
+
+def _check_part(where: str, x: Inputs, y: Integers, owner: Integers | None, classes: int) -> None:
+    if len(x) != len(y):
+        raise QuiverError(f"{where}: {len(x)} inputs but {len(y)} labels.")
+    if owner is not None and len(owner) != len(y):
+        raise QuiverError(f"{where}: {len(owner)} owners for {len(y)} examples.")
+    if x.dtype not in (np.uint8, np.float32):
+        raise QuiverError(f"{where}: inputs are {x.dtype}; use uint8 images or float32.")
+    if x.dtype == np.uint8 and x.ndim != 4:
+        raise QuiverError(
+            f"{where}: inputs of type uint8 must be images [n, channels, height, width], not "
+            f"{list(x.shape)}; use float32 for anything else."
+        )
+    if x.dtype == np.float32 and not np.isfinite(x).all():
+        raise QuiverError(f"{where}: the inputs hold NaN or infinity; clean the data first.")
+    if len(y) and not (0 <= y.min() and y.max() < classes):
+        value = int(y.min()) if y.min() < 0 else int(y.max())
+        raise QuiverError(f"{where}: label {value} is out of range; labels are 0 … {classes - 1}.")
+
+
+def channel_statistics(x: Inputs) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel (axis 1), bytes on the scale of [0, 1].
+
+    In pieces and from the histogram of the bytes, so that a memory-mapped set is read once and
+    never becomes floats as a whole.
+    """
+    if x.dtype == np.uint8:
+        levels = np.arange(256) / 255
+        counts = np.stack([_histogram(x, channel) for channel in range(x.shape[1])])
+        shares = counts / counts.sum(axis=1, keepdims=True)
+        mean = shares @ levels
+        std = np.sqrt(np.maximum(shares @ levels**2 - mean**2, 0.0))
+    else:
+        axes = (0, *range(2, x.ndim))
+        mean = np.asarray(x.mean(axis=axes, dtype=np.float64))
+        std = np.asarray(x.std(axis=axes, dtype=np.float64))
+    # A channel that never changes is only centred; dividing by zero would make it NaN.
+    std = np.where(std > 0, std, 1.0)
+    return tuple(float(v) for v in mean), tuple(float(v) for v in std)
+
+
+def _histogram(x: Inputs, channel: int, rows: int = 4096) -> Integers:
+    counts = np.zeros(256, dtype=np.int64)
+    for start in range(0, len(x), rows):
+        counts += np.bincount(x[start : start + rows, channel].ravel(), minlength=256)
+    return counts

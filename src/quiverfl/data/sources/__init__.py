@@ -1,0 +1,1 @@
+"""Where data sets come from: one file per format, each a function (…) → Dataset."""

@@ -1,0 +1,74 @@
+"""One's own code in a configuration: `module:function` as text → the function."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quiverfl.errors import QuiverError, nearest
+
+
+def is_reference(text: str) -> bool:
+    """`my_models:make` is a reference to one's own code; `mlp` is a name Quiver knows."""
+    return ":" in text
+
+
+def load_callable(reference: str, folder: Path | None = None) -> Callable[..., Any]:
+    """The function that `module:function` names.
+
+    The module is looked for in `folder` (the current one unless given), then wherever Python
+    finds modules.
+    """
+    module_name, _, function_name = reference.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
+        raise QuiverError(
+            f"{reference!r} does not name a function: write module:function, such as "
+            "my_models:make_model for make_model in my_models.py."
+        )
+    module = _import(reference, module_name, Path.cwd() if folder is None else folder)
+    if not hasattr(module, function_name):
+        functions = [n for n, value in vars(module).items() if n[0] != "_" and callable(value)]
+        raise QuiverError(
+            f"{reference!r}: {module.__file__ or module_name} has no {function_name!r}; "
+            f"{nearest(function_name, functions)}"
+        )
+    found = getattr(module, function_name)
+    if not callable(found):
+        raise QuiverError(
+            f"{reference!r} is a {type(found).__name__}, not a function: name something callable."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _import(reference: str, name: str, folder: Path) -> ModuleType:
+    try:
+        with _first_on_path(folder):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise QuiverError(
+                f"{reference!r}: there is no module {error.name!r} in {folder} or among the "
+                f"installed packages; put {error.name.split('.')[0]}.py there or set PYTHONPATH."
+            ) from error
+        raise QuiverError(f"{reference!r}: importing {name} failed: {error}.") from error
+    except Exception as error:
+        # Whatever the person's module raises while it is imported is theirs to see, in one line.
+        raise QuiverError(
+            f"{reference!r}: importing {name} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)

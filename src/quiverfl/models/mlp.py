@@ -1,0 +1,28 @@
+"""A multilayer perceptron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """Linear and ReLU for each width in `hidden`, then the classifier; inputs are flattened."""
+
+    def __init__(
+        self, input_shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (128, 64)
+    ) -> None:
+        super().__init__()
+        widths = [math.prod(input_shape), *hidden]
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x.flatten(1)))
+        return logits
