@@ -1,0 +1,228 @@
+"""Proof that no mass was lost or counted twice: the peers' books against each other. Pure.
+
+Every commit leaves an entry, every share a line at its sender and a line at its receiver. The audit
+reads these statements and nothing else, so it runs on live stores, on stopped ones and on the
+books of a simulated network alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from quiverfl.peer.ledger import UNIT, Transfer
+
+ROUNDING = 2.0**-20
+"""Bound on a recorded float32 rounding, relative to the sum of magnitudes it happened in."""
+DRIFT = 1e-12
+"""Bound on the difference between the books' float64 sums, relative to the magnitudes in them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One commit: what it did to the mass and to the float64 sum of the shared numbers."""
+
+    kind: str  # start, join, push, absorb
+    round: int
+    units: int  # after it
+    units_in: int
+    units_out: int
+    total: float  # after it
+    total_in: float
+    total_out: float
+    trained: float  # by how much training moved the sum before this commit
+    scale: float  # sum of magnitudes after it
+
+    def rounding(self, before: float) -> float:
+        """What float32 arithmetic added or dropped in this commit."""
+        expected = math.fsum([before, self.trained, self.total_in, -self.total_out])
+        return self.total - expected
+
+
+@dataclass(frozen=True)
+class Sent:
+    transfer: Transfer
+    status: str  # outbox, acknowledged, refunded, written off
+
+
+@dataclass(frozen=True)
+class Received:
+    transfer: Transfer
+    refusal: str  # empty: applied
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One peer's books at one moment."""
+
+    name: str
+    units: int
+    written_off: int
+    entries: Sequence[Entry]
+    sent: Sequence[Sent]
+    received: Sequence[Received]
+    total: float  # float64 sum of the shared numbers in its stored state, computed anew
+    gone: frozenset[str] = frozenset()
+
+
+@dataclass
+class Report:
+    """What the audit found. `problems` is empty when everything adds up."""
+
+    peers: int = 0
+    units: int = 0  # in the accounts
+    in_flight: int = 0  # in outboxes and not applied by their receivers
+    expected: int = 0
+    drift: float = 0.0  # of the float64 sums, relative
+    transfers: int = 0
+    refunded: int = 0
+    written_off: int = 0
+    skewed: int = 0  # applied by the receiver, not in the sender's (older) statement
+    outside: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def error(self) -> int:
+        """Mass that should not be there (positive) or is missing (negative), in units of 2^-48."""
+        return self.units + self.in_flight - self.expected
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def lines(self) -> Iterator[str]:
+        yield f"peers            {self.peers}"
+        yield f"mass in accounts {self.units / UNIT:.6f}"
+        yield f"mass in flight   {self.in_flight / UNIT:.6f}"
+        yield f"mass expected    {self.expected / UNIT:.6f}"
+        yield f"error            {self.error} units of 2^-48"
+        yield f"drift of u       {self.drift:.1e} (relative)"
+        yield f"transfers        {self.transfers} ({self.refunded} refunded)"
+        if self.written_off:
+            yield f"written off      {self.written_off / UNIT:.6f}"
+        if self.outside:
+            yield f"outside          {', '.join(self.outside)} (evicted, or no store given)"
+        if self.skewed:
+            yield f"skewed           {self.skewed} transfers between stores read at two moments"
+        yield from self.problems
+        yield "passed" if self.passed else "FAILED"
+
+
+def audit(statements: Iterable[Statement], *, live: bool = False) -> Report:
+    """Check every book by itself, every link from both ends, and the sums over all.
+
+    With `live`, statements were taken one after the other from running peers: a receiver may then
+    know a transfer that its sender's older statement does not. Stopped stores get no such excuse.
+    """
+    books = {statement.name: statement for statement in statements}
+    evicted = {peer for book in books.values() for peer in book.gone}
+    inside = {name: book for name, book in books.items() if name not in evicted}
+    report = Report(peers=len(inside))
+    for book in inside.values():
+        _own_books(book, report)
+    _links(inside, report, live)
+    named = {s.transfer.receiver for b in inside.values() for s in b.sent}
+    named |= {r.transfer.sender for b in inside.values() for r in b.received}
+    report.outside = sorted((named | evicted) - set(inside))
+    if report.error:
+        report.problems.append(
+            f"Σμ is off by {report.error} units ({report.error / UNIT:+.6f}): mass was "
+            f"{'counted twice' if report.error > 0 else 'lost'}."
+        )
+    return report
+
+
+def _own_books(book: Statement, report: Report) -> None:
+    """Each entry continues the one before it, and the last is what the account says."""
+    units, total = 0, 0.0
+    for number, entry in enumerate(book.entries):
+        if units + entry.units_in - entry.units_out != entry.units:
+            report.problems.append(f"{book.name}: entry {number} does not add up in mass.")
+        if number and abs(entry.rounding(total)) > ROUNDING * max(entry.scale, 1e-30):
+            report.problems.append(f"{book.name}: entry {number} does not add up in u.")
+        units, total = entry.units, entry.total
+    if units != book.units:
+        report.problems.append(f"{book.name}: its account does not match its last entry.")
+    if total != book.total:
+        report.problems.append(f"{book.name}: its stored state is not the one it last committed.")
+    moved_in = sum(r.transfer.units for r in book.received if not r.refusal)
+    moved_out = sum(s.transfer.units for s in book.sent if s.status != "refunded")
+    started = sum(e.units_in for e in book.entries if e.kind in ("start", "join"))
+    if started + moved_in - moved_out != book.units:
+        report.problems.append(f"{book.name}: its transfers do not explain its account.")
+    report.units += book.units
+    report.written_off += book.written_off
+    report.expected += started - book.written_off
+
+
+def _links(inside: dict[str, Statement], report: Report, live: bool) -> None:
+    sums: list[float] = []
+    for name, book in inside.items():
+        for sent in book.sent:
+            report.transfers += 1
+            report.refunded += sent.status == "refunded"
+            if sent.transfer.receiver not in inside:
+                _across(sent, report)
+        for received in book.received:
+            if received.transfer.sender not in inside and not received.refusal:
+                report.expected += received.transfer.units
+        for sender in inside:
+            if sender != name:
+                _link(inside[sender], book, report, live, sums)
+    scale = math.fsum(e.scale for b in inside.values() for e in b.entries[-1:])
+    report.drift = abs(math.fsum(sums)) / max(scale, 1e-30)
+    if report.drift > DRIFT:
+        report.problems.append(f"u changed on the way: drift {report.drift:.1e} > {DRIFT:.0e}.")
+
+
+def _across(sent: Sent, report: Report) -> None:
+    """A share to a peer whose books are not here."""
+    if sent.status == "outbox":
+        report.in_flight += sent.transfer.units
+    elif sent.status == "acknowledged":
+        report.expected -= sent.transfer.units
+
+
+def _link(
+    sender: Statement, receiver: Statement, report: Report, live: bool, sums: list[float]
+) -> None:
+    sent = {s.transfer.seq: s for s in sender.sent if s.transfer.receiver == receiver.name}
+    got: dict[int, Received] = {}
+    name = f"{sender.name} → {receiver.name}"
+    for received in receiver.received:
+        if received.transfer.sender != sender.name:
+            continue
+        seq = received.transfer.seq
+        if seq in got:
+            report.problems.append(f"{name} number {seq} was taken twice.")
+        got[seq] = received
+        if seq not in sent:
+            _unsent(received, name, report, live)
+            continue
+        if sent[seq].transfer != received.transfer:
+            report.problems.append(f"{name} number {seq} is not what was sent.")
+        if not received.refusal:
+            sums += [received.transfer.total, -sent[seq].transfer.total]
+    for seq, line in sent.items():
+        applied = seq in got and not got[seq].refusal
+        if line.status == "outbox" and not applied:
+            report.in_flight += line.transfer.units
+        if line.status == "acknowledged" and not applied and not live:
+            report.problems.append(f"{name} number {seq} was acknowledged, but never applied.")
+        if line.status == "acknowledged" and not applied and live:
+            report.skewed += 1
+            report.in_flight += line.transfer.units
+        if line.status == "refunded" and applied:
+            report.problems.append(f"{name} number {seq} was taken back, and applied as well.")
+
+
+def _unsent(received: Received, name: str, report: Report, live: bool) -> None:
+    if not live:
+        report.problems.append(
+            f"{name} number {received.transfer.seq} was taken, but its sender never sent it: "
+            "a backup was restored, or it was forged."
+        )
+    elif not received.refusal:
+        report.skewed += 1
+        report.expected += received.transfer.units
