@@ -14,27 +14,22 @@ may use nothing but tensor operations: no loop over clients, no branch on a tens
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from quiverfl.errors import QuiverError
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
 
 Message: TypeAlias = dict[str, Tensor]
 Part: TypeAlias = Literal["shared", "personal", "whole"]
 State: TypeAlias = Any
-"""A NamedTuple of tensors, declared by each method; most use PushSumState."""
-
-
-class PushSumState(NamedTuple):
-    """The state most methods share; μ stays exactly 1 where the rows of P sum to 1."""
-
-    u: Tensor  # shared parameters, as push-sum carries them (biased)
-    v: Tensor  # personal parameters
-    mu: Tensor  # push-sum weight, a scalar, float64
+"""A NamedTuple of tensors, declared by each method. The last word of a field's name says what it
+is: `u` or `…_u` lies like the shared part, `v` or `…_v` like the personal one; others are scalars."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class Train:
     """(gradient, point, state) → gradient, before clipping and decay. The gradient of a part that
     is not trained is an empty tensor."""
     scale: Callable[[State], Tensor] | None = None
-    """Factor on the step of the shared part: 1/μ for push-sum, which steps z = u/μ."""
+    """Factor on the step: 1/μ for push-sum, where the engine steps z = u/μ."""
     personal_rate: bool = False
     """Step the personal part with Training.personal_lr."""
     sent: bool = True
@@ -98,6 +93,10 @@ class Method(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def title(self) -> str:
+        """The name as papers print it."""
+
+    @property
     def carries_mass(self) -> bool:
         """Whether the message carries its own denominator's mass, so that columns may sum to 1."""
 
@@ -113,3 +112,16 @@ class Method(Protocol):
     def adapt(self, task: Task) -> Train | None: ...
     def payload(self, message: Message) -> Tensor:
         """Bytes the message takes on the network, as a scalar tensor."""
+
+
+def dense_bytes(message: Message) -> Tensor:
+    """Bytes of a message that is sent whole."""
+    return torch.tensor(sum(leaf.numel() * leaf.element_size() for leaf in message.values()))
+
+
+def check_epochs(method: Any) -> None:
+    """Refuse numbers of epochs that are not whole or negative."""
+    for field in fields(method):
+        value = getattr(method, field.name)
+        if field.name.endswith("epochs") and (not isinstance(value, int) or value < 0):
+            raise QuiverError(f"method.{field.name} = {value!r}: it must be a whole number ≥ 0.")

@@ -1,0 +1,137 @@
+"""The whole state of a simulation between two rounds: states, messages in flight, kept models.
+
+On disk: safetensors for tensors, JSON for the rest with the sha256 of the tensors; each written to
+a temporary file, synced and renamed, the JSON last, so that a checkpoint is whole or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quiverfl.engine.exchange import Exchange
+from quiverfl.engine.history import History
+from quiverfl.engine.shard import Shard
+from quiverfl.errors import QuiverError
+from quiverfl.task import Point
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """`round` rounds are complete. Tensors are the shard's own: write them before going on."""
+
+    round: int
+    tensors: dict[str, Tensor]
+    local_metrics: dict[int, dict[str, float]]
+    history: History = field(default_factory=History)
+
+    @classmethod
+    def take(cls, round: int, shard: Shard, exchange: Exchange, history: History) -> Checkpoint:
+        tensors = {f"state/{name}": leaf for name, leaf in shard.state._asdict().items()}
+        tensors.update((f"flight/{name}", leaf) for name, leaf in exchange.in_flight().items())
+        for row, point in shard.local.items():
+            tensors[f"local/{row}/shared"] = point.shared
+            tensors[f"local/{row}/personal"] = point.personal
+        return cls(round, tensors, shard.local_metrics, history)
+
+    def apply(self, shard: Shard, exchange: Exchange) -> None:
+        """Put everything back."""
+        for name, leaf in shard.state._asdict().items():
+            saved = self.tensors.get(f"state/{name}")
+            if saved is None or saved.shape != leaf.shape or saved.dtype != leaf.dtype:
+                raise QuiverError(
+                    f"the checkpoint's field {name!r} does not fit this run: it was made with "
+                    "another method, model, data type or number of clients."
+                )
+            leaf.copy_(saved)
+        device = shard.state[0].device
+        flying = _below(self.tensors, "flight/")
+        exchange.restore({name: leaf.to(device) for name, leaf in flying.items()})
+        kept = _below(self.tensors, "local/")
+        rows = sorted({int(name.split("/")[0]) for name in kept})
+        shard.local = {
+            row: Point(kept[f"{row}/shared"].to(device), kept[f"{row}/personal"].to(device))
+            for row in rows
+        }
+        shard.local_metrics = dict(self.local_metrics)
+
+    def save(self, folder: Path) -> Path:
+        """Write it; the path of its JSON file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"round-{self.round:06d}"
+        tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in self.tensors.items()}
+        temporary = folder / f"{stem}.safetensors.tmp"
+        save_file(tensors, temporary)
+        digest = _sha256(temporary)
+        _settle(temporary, folder / f"{stem}.safetensors")
+        text = {
+            "round": self.round,
+            "sha256": digest,
+            "local_metrics": {str(row): m for row, m in self.local_metrics.items()},
+        }
+        temporary = folder / f"{stem}.json.tmp"
+        temporary.write_text(json.dumps(text))
+        _settle(temporary, folder / f"{stem}.json")
+        return folder / f"{stem}.json"
+
+    @classmethod
+    def load(cls, path: Path, history: History) -> Checkpoint:
+        """Read and verify; a damaged one is refused with its name."""
+        tensors = path.with_suffix(".safetensors")
+        try:
+            text = json.loads(path.read_text())
+            round, digest = int(text["round"]), str(text["sha256"])
+            metrics = {int(row): dict(m) for row, m in text["local_metrics"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, str(error)) from error
+        if not tensors.exists():
+            raise _damaged(tensors, "the file is missing")
+        if _sha256(tensors) != digest:
+            raise _damaged(tensors, "its checksum is not the one recorded")
+        return cls(round, load_file(tensors), metrics, history)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a folder, oldest first."""
+    return sorted(folder.glob("round-*.json"))
+
+
+def prune(folder: Path, keep: int = 2) -> None:
+    """Remove all but the newest; one more than one, so that a damaged newest is no loss."""
+    for path in checkpoints(folder)[:-keep]:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".safetensors").unlink(missing_ok=True)
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _damaged(path: Path, why: str) -> QuiverError:
+    return QuiverError(
+        f"{path}: damaged checkpoint ({why}). Delete it to resume from the one before it, "
+        "or all of them to start again."
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _settle(temporary: Path, final: Path) -> None:
+    """Make the bytes durable, then the name."""
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(final)
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,111 @@
+"""Who computes mixed_i = Σ_j P[i, j] · message_j. Here: one process that holds every client."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from quiverfl.engine.mixing import mix
+from quiverfl.methods.contract import Message
+from quiverfl.topologies.graph import Graph
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Exchange(Protocol):
+    """Moves messages. What has been sent and not yet delivered belongs to every checkpoint."""
+
+    def push(self, round: int, graph: Graph, outbox: Message) -> None: ...
+    def collect(self, round: int) -> Message: ...
+    def in_flight(self) -> dict[str, Tensor]: ...
+    def restore(self, tensors: dict[str, Tensor]) -> None: ...
+
+
+class MatrixExchange:
+    """All clients in one place: a matrix product per leaf, in place where nothing is late.
+
+    With a delay τ a client has its own share of round t at once and the others' shares of round
+    t - τ; before round τ nothing arrives from others. Shares for a client that is offline when
+    they are due wait for the next round in which it is there.
+    """
+
+    def __init__(self, delay: int = 0) -> None:
+        self._delay = delay
+        self._due: dict[int, Message] = {}
+        self._waiting: Message = {}
+        self._mixed: Message = {}
+
+    def push(self, round: int, graph: Graph, outbox: Message) -> None:
+        if self._delay == 0:
+            self._mixed = {name: mix(graph, leaf) for name, leaf in outbox.items()}
+            return
+        own = torch.from_numpy(graph.sparse.diagonal())
+        others = _without_diagonal(graph)
+        self._due[round + self._delay] = {
+            name: mix(others, leaf.clone()) for name, leaf in outbox.items()
+        }
+        self._mixed = {name: leaf * _like(own, leaf) for name, leaf in outbox.items()}
+        self._deliver(self._due.pop(round, {}), _offline(graph))
+
+    def _deliver(self, arriving: Message, offline: Flags) -> None:
+        """Add what is due, and what has waited, to the clients that are there."""
+        for name, leaf in self._mixed.items():
+            waiting = self._waiting.get(name)
+            share = arriving.get(name)
+            if share is None and waiting is None:
+                continue
+            total = share if waiting is None else waiting if share is None else share + waiting
+            assert total is not None
+            away = _like(torch.from_numpy(offline.astype(np.float64)), total)
+            leaf.add_(total * (1 - away))
+            if offline.any():
+                self._waiting[name] = total * away
+            else:
+                self._waiting.pop(name, None)
+
+    def collect(self, round: int) -> Message:
+        mixed, self._mixed = self._mixed, {}
+        return mixed
+
+    def in_flight(self) -> dict[str, Tensor]:
+        """Every share that has left its sender and not reached its receiver, by due round."""
+        flying = {
+            f"due/{round}/{name}": leaf
+            for round, message in self._due.items()
+            for name, leaf in message.items()
+        }
+        return {**flying, **{f"waiting/{name}": leaf for name, leaf in self._waiting.items()}}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self._due, self._waiting = {}, {}
+        for key, leaf in tensors.items():
+            kind, _, rest = key.partition("/")
+            if kind == "waiting":
+                self._waiting[rest] = leaf
+            else:
+                round, _, name = rest.partition("/")
+                self._due.setdefault(int(round), {})[name] = leaf
+
+
+def _without_diagonal(graph: Graph) -> Graph:
+    links = graph.sparse.tocoo()
+    across = links.row != links.col
+    entries = (links.data[across], (links.row[across], links.col[across]))
+    return Graph(sparse.csr_array(entries, shape=links.shape), graph.active)
+
+
+def _offline(graph: Graph) -> Flags:
+    """Clients that neither train nor receive in this round: inactive, with an identity row."""
+    alone: Flags = (graph.sparse.diagonal() == 1) & (np.diff(graph.sparse.indptr) == 1)
+    return alone & ~graph.active
+
+
+def _like(column: Tensor, leaf: Tensor) -> Tensor:
+    """One number per client, shaped to multiply a leaf."""
+    shape = (-1,) + (1,) * (leaf.ndim - 1)
+    return column.to(dtype=leaf.dtype, device=leaf.device).view(shape)

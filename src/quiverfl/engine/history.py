@@ -1,0 +1,56 @@
+"""Rows of what happened: evaluations per client, and one record per round. Append-only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+Metrics = dict[str, npt.NDArray[np.float64]]
+Record = dict[str, Any]
+"""A round: seconds, bytes, steps, range of μ, consensus distance."""
+
+
+class Recorder(Protocol):
+    """Something that is told about every evaluation and every round as it happens."""
+
+    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None: ...
+    def finished(self, record: Record) -> None: ...
+
+
+@dataclass(eq=False)
+class History:
+    """Everything recorded so far, in memory."""
+
+    evaluations: list[tuple[int, str, Metrics]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+
+    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+        self.evaluations.append((round, stage, metrics))
+
+    def finished(self, record: Record) -> None:
+        self.records.append(record)
+
+    def frame(self) -> pd.DataFrame:
+        """round, stage, client, and a column per metric."""
+        parts = [
+            pd.DataFrame({"round": round, "stage": stage, "client": _clients(metrics), **metrics})
+            for round, stage, metrics in self.evaluations
+        ]
+        columns = ["round", "stage", "client", "accuracy", "loss"]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+
+    def rounds(self) -> pd.DataFrame:
+        """One row per round; what is recorded per client is summed."""
+        return pd.DataFrame([summed(record) for record in self.records])
+
+
+def summed(record: Record) -> Record:
+    return {name: sum(v) if isinstance(v, list) else v for name, v in record.items()}
+
+
+def _clients(metrics: Metrics) -> npt.NDArray[np.int64]:
+    return np.arange(len(next(iter(metrics.values()))))

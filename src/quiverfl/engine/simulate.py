@@ -1,0 +1,240 @@
+"""All clients in one process: `simulate`, and the run it returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+from torch import nn
+
+from quiverfl.data.federated import FederatedData
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.exchange import MatrixExchange
+from quiverfl.engine.history import History, Metrics, Record, Recorder
+from quiverfl.engine.rounds import Schedule, checked, play
+from quiverfl.engine.shard import Shard
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.methods.contract import Method
+from quiverfl.results.summary import summarize
+from quiverfl.task import Point, Task
+from quiverfl.topologies.graph import Topology
+from quiverfl.training import Training
+
+EXECUTORS = ("auto", "vectorized", "sequential")
+
+
+class ClientState(dict[str, Any]):
+    """A client's state by field; `state.u` and `state["u"]` are the same."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no field {name!r}; {nearest(name, self)}") from None
+
+
+class Run:
+    """What a simulation leaves behind."""
+
+    def __init__(self, task: Task, method: Method, shard: Shard, history: History) -> None:
+        self._task, self._method, self._shard, self._history = task, method, shard, history
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """round, stage, client, and a column per metric."""
+        return self._history.frame()
+
+    @property
+    def rounds(self) -> pd.DataFrame:
+        """One row per round: seconds, bytes, steps, the range of μ, consensus distance."""
+        return self._history.rounds()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """last / best / mean of the last ten, per stage; bytes, steps, seconds."""
+        return {
+            "method": {"name": self._method.name, **asdict(self._method)},  # type: ignore[call-overload]
+            **summarize(self.history, self.rounds),
+        }
+
+    def personal(self, client: int, stage: Literal["mixed", "local"] = "mixed") -> nn.Module:
+        """The client's own model, ready to use: after the last communication, or before it."""
+        if stage not in ("mixed", "local"):
+            raise QuiverError(f"stage {stage!r}: {nearest(stage, ('mixed', 'local'))}")
+        row = self._row(client)
+        rounds = len(self._history.records)
+        if stage == "local" and row not in self._shard.local and rounds:
+            raise QuiverError(
+                "the models before the last communication were not kept: pass keep_local=True."
+            )
+        with torch.no_grad():
+            point = self._shard.model(row, stage)
+        return self._task.module(point)
+
+    def state(self, client: int) -> ClientState:
+        """The client's state; u and v as named tensors."""
+        row = self._row(client)
+        return ClientState(
+            {
+                name: self._named(name, leaf[row].clone())
+                for name, leaf in self._shard.state._asdict().items()
+            }
+        )
+
+    def _named(self, field: str, leaf: torch.Tensor) -> Any:
+        layouts = {"u": self._task.shared_layout, "v": self._task.personal_layout}
+        layout = layouts.get(field.rsplit("_", 1)[-1])
+        return leaf if layout is None else layout.split(leaf)
+
+    def _row(self, client: int) -> int:
+        count = len(self._shard.ids)
+        if not 0 <= client < count:
+            raise QuiverError(f"client {client}: there are {count} clients, 0 … {count - 1}.")
+        return client
+
+
+def simulate(
+    task: Task,
+    data: FederatedData,
+    *,
+    method: Method,
+    topology: Topology,
+    training: Training,
+    rounds: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    threads: int | None = None,
+    epochs_per_client: Sequence[int] | None = None,
+    common_init: bool = True,
+    executor: Literal["auto", "vectorized", "sequential"] = "auto",
+    evaluate_every: int = 1,
+    keep_local: bool = True,
+    recorder: Recorder | None = None,
+    resume: Checkpoint | None = None,
+    checkpoint: Callable[[Checkpoint], None] | None = None,
+    checkpoint_every: int = 10,
+) -> Run:
+    """Run a method on federated data over a topology and return its history and models.
+
+    `rounds=0` returns the initial states. `threads=None` leaves torch's setting alone.
+    `epochs_per_client` replaces the epochs of the phase that trains what is sent.
+    `keep_local` keeps, at the end, every client's model from before the last communication: one
+    more copy of all models. `recorder` is told of every evaluation and round as it happens;
+    `checkpoint` is given the whole state every `checkpoint_every` rounds and at the end, and
+    `resume` takes it back: the result is that of an uninterrupted run.
+    """
+    _check(task, data, method, topology, rounds, epochs_per_client, executor, evaluate_every)
+    with _threads(threads):
+        shard = Shard(
+            task,
+            data,
+            method,
+            training,
+            rounds=rounds,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            executor=executor,
+            epochs_per_client=epochs_per_client,
+            common_init=common_init,
+        )
+        exchange = MatrixExchange(method.delay)
+        history = History()
+        if resume is not None:
+            resume.apply(shard, exchange)
+            history = resume.history
+        start = 0 if resume is None else resume.round
+
+        def after_round(round: int) -> None:
+            due = (round + 1) % checkpoint_every == 0 or round + 1 == rounds
+            if checkpoint is not None and due:
+                checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
+
+        both = _Both(history, recorder)
+        schedule = Schedule(rounds, evaluate_every, keep_local)
+        play(
+            shard, exchange, topology, method, both, schedule, start=start, after_round=after_round
+        )
+    return Run(task, method, shard, history)
+
+
+class _Both:
+    def __init__(self, history: History, other: Recorder | None) -> None:
+        self._recorders = [history] if other is None else [history, other]
+
+    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+        for recorder in self._recorders:
+            recorder.evaluated(round, stage, metrics)
+
+    def finished(self, record: Record) -> None:
+        for recorder in self._recorders:
+            recorder.finished(record)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None and count < 1:
+        raise QuiverError(f"threads = {count}: it must be at least 1.")
+    try:
+        torch.set_num_threads(count or before)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check(
+    task: Task,
+    data: FederatedData,
+    method: Method,
+    topology: Topology,
+    rounds: int,
+    epochs: Sequence[int] | None,
+    executor: str,
+    evaluate_every: int,
+) -> None:
+    if topology.clients != data.clients:
+        raise QuiverError(
+            f"the topology has {topology.clients} clients and the data {data.clients}: "
+            "they must be the same."
+        )
+    if rounds < 0:
+        raise QuiverError(f"rounds = {rounds}: it must be 0 or more.")
+    if evaluate_every < 1:
+        raise QuiverError(f"evaluate_every = {evaluate_every}: it must be at least 1.")
+    if executor not in EXECUTORS:
+        raise QuiverError(f"executor = {executor!r}: {nearest(executor, EXECUTORS)}")
+    if epochs is not None and len(epochs) != data.clients:
+        raise QuiverError(
+            f"epochs_per_client has {len(epochs)} entries for {data.clients} clients: one each."
+        )
+    if epochs is not None and min(int(e) for e in epochs) < 0:
+        raise QuiverError("epochs_per_client: the numbers of epochs must be 0 or more.")
+    checked(method, topology(0))
+    _check_outputs(task, data)
+
+
+def _check_outputs(task: Task, data: FederatedData) -> None:
+    """One sample through the model: labels must fit its outputs, inputs its first layer."""
+    x = data.train.x[:1]
+    x = data.prepare(x) if data.prepare is not None else x
+    x = x.to(torch.float32) if x.is_floating_point() else x
+    point = Point(torch.zeros(task.shared_layout.size), torch.zeros(task.personal_layout.size))
+    try:
+        with torch.no_grad():
+            outputs = task.module(point)(x)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise QuiverError(
+            f"the model does not take inputs of shape {tuple(x.shape[1:])} ({x.dtype}): {error}"
+        ) from error
+    classes = data.classes
+    if classes is not None and outputs.ndim == 2 and outputs.shape[1] < classes:
+        raise QuiverError(
+            f"labels go up to {classes - 1} but the model has {outputs.shape[1]} outputs: "
+            f"labels are out of range; give the model {classes} outputs."
+        )

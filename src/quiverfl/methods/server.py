@@ -1,0 +1,41 @@
+"""What the server methods share: sample-weighted averaging as (n · m, n), divided at the merge."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.methods.contract import Message, Start
+
+Weighting = Literal["samples", "uniform"]
+
+
+class ServerState(NamedTuple):
+    u: Tensor  # shared parameters
+    v: Tensor  # personal parameters (whole-model methods send them too)
+    samples: Tensor  # n, the weight of this client in the average, a scalar in float64
+
+
+def sample_weight(start: Start, weighting: Weighting) -> Tensor:
+    check_weighting(weighting)
+    weight = float(start.samples) if weighting == "samples" else 1.0
+    return torch.tensor(weight, dtype=torch.float64, device=start.point.shared.device)
+
+
+def weighted(samples: Tensor, **leaves: Tensor) -> Message:
+    """Numerators n · m and the denominator n."""
+    scaled = {name: leaf * samples.to(leaf.dtype) for name, leaf in leaves.items()}
+    return {**scaled, "samples": samples.clone()}
+
+
+def averaged(mixed: Message, name: str) -> Tensor:
+    return mixed[name] / mixed["samples"].to(mixed[name].dtype)
+
+
+def check_weighting(weighting: str) -> None:
+    known = ("samples", "uniform")
+    if weighting not in known:
+        raise QuiverError(f"method.weighting = {weighting!r}: {nearest(weighting, known)}")
