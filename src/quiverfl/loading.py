@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,20 @@ def load_callable(reference: str, folder: Path | None = None) -> Callable[..., A
             f"{reference!r} is a {type(found).__name__}, not a function: name something callable."
         )
     return found  # type: ignore[no-any-return]
+
+
+def check_options(
+    what: str, function: Callable[..., Any], options: Iterable[str], given: Iterable[str] = ()
+) -> None:
+    """Refuses options the function does not take; `given` are arguments that are no options."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = [name for name in parameters if name not in set(given)]
+    for option in options:
+        if option not in known:
+            hint = nearest(option, known) if known else "it has no options."
+            raise QuiverError(f"{what} has no option {option!r}; {hint}")
 
 
 def _import(reference: str, name: str, folder: Path) -> ModuleType:

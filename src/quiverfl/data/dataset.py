@@ -78,7 +78,7 @@ def _check_part(where: str, x: Inputs, y: Integers, owner: Integers | None, clas
         )
     if x.dtype == np.float32 and not np.isfinite(x).all():
         raise QuiverError(f"{where}: the inputs hold NaN or infinity; clean the data first.")
-    if len(y) and not (0 <= y.min() and y.max() < classes):
+    if len(y) and not (y.min() >= 0 and y.max() < classes):
         value = int(y.min()) if y.min() < 0 else int(y.max())
         raise QuiverError(f"{where}: label {value} is out of range; labels are 0 … {classes - 1}.")
 

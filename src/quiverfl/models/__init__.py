@@ -6,14 +6,13 @@ layer called `head`, is the last thing it computes: the part that is usually per
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.loading import is_reference, load_callable
+from quiverfl.loading import check_options, is_reference, load_callable
 from quiverfl.models.cnn import cnn_small, fedavg_cnn, lenet5
 from quiverfl.models.mlp import MLP
 from quiverfl.models.resnet_gn import resnet8_gn, resnet18_gn
@@ -29,13 +28,11 @@ MODELS: dict[str, ModelFactory] = {
     "resnet18_gn": resnet18_gn,
 }
 
-GIVEN = ("input_shape", "classes")
-
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     """A fresh model by its name in MODELS, or one's own by `module:function`."""
     factory = model_factory(name)
-    _check_options(name, factory, options)
+    check_options(f"model {name!r}", factory, options, given=("input_shape", "classes"))
     try:
         model = factory(input_shape, classes, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -59,15 +56,3 @@ def model_factory(name: str) -> ModelFactory:
             f"unknown model {name!r}; {nearest(name, MODELS)} Your own: module:function."
         )
     return MODELS[name]
-
-
-def _check_options(name: str, factory: ModelFactory, options: dict[str, Any]) -> None:
-    parameters = inspect.signature(factory).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = [p for p in parameters if p not in GIVEN]
-    for option in options:
-        if option in known:
-            continue
-        hint = nearest(option, known) if known else "it has no options."
-        raise QuiverError(f"model {name!r} has no option {option!r}; {hint}")

@@ -1,0 +1,66 @@
+"""Random crop and horizontal flip for whole batches, from 64 random bits per sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quiverfl.seeds import Hashes
+
+Integers = npt.NDArray[np.int64]
+Booleans = npt.NDArray[np.bool_]
+
+FIELD = 24
+"""Bits of a key used for each of the two shifts; the top bit decides the flip."""
+
+
+@dataclass(frozen=True)
+class CropFlip:
+    """Pads by `padding`, cuts the original size out at a random place, flips half of the images.
+
+    `fill` is the value of a padded pixel per channel (empty: 0). Images arrive normalised, so
+    black padding, as it is done on raw images everywhere, is -mean/std.
+    """
+
+    padding: int = 4
+    flip: bool = True
+    fill: tuple[float, ...] = ()
+
+    def __call__(self, x: Tensor, keys: Hashes) -> Tensor:
+        height, width = x.shape[2:]
+        down, right, flips = (torch.from_numpy(draw).to(x.device) for draw in self.draws(keys))
+        # Every possible cut as a view, [n, channels, down, right, height, width]; one is copied.
+        cuts = self._pad(x).unfold(2, height, 1).unfold(3, width, 1)
+        cut = cuts[torch.arange(len(x), device=x.device), :, down, right]
+        cut[flips] = cut[flips].flip(3)
+        return cut
+
+    def draws(self, keys: Hashes) -> tuple[Integers, Integers, Booleans]:
+        """Per sample: shift down, shift right (0 … 2·padding), and whether it is flipped."""
+        places = np.uint64(2 * self.padding + 1)
+        mask, field = np.uint64((1 << FIELD) - 1), np.uint64(FIELD)
+        down = ((keys & mask) * places) >> field
+        right = (((keys >> field) & mask) * places) >> field
+        flips = (keys >> np.uint64(63)).astype(bool) & self.flip
+        return down.astype(np.int64), right.astype(np.int64), flips
+
+    def _pad(self, x: Tensor) -> Tensor:
+        count, channels, height, width = x.shape
+        side = self.padding
+        fill = torch.tensor(self.fill or (0.0,), dtype=x.dtype, device=x.device)
+        shape = (count, channels, height + 2 * side, width + 2 * side)
+        padded = fill.reshape(1, -1, 1, 1).expand(shape).contiguous()
+        padded[:, :, side : side + height, side : side + width] = x
+        return padded
+
+
+AUGMENTATIONS: dict[str, CropFlip | None] = {
+    "none": None,
+    "crop_flip": CropFlip(),
+    "crop": CropFlip(flip=False),
+    "flip": CropFlip(padding=0),
+}

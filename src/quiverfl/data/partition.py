@@ -1,0 +1,193 @@
+"""Who gets which examples: one of the ways in `sharing` for training, and a test part like it.
+
+A client's test part follows the class proportions its training part really has, drawn without
+repetition within a client. Test examples may be shared between clients; training examples never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quiverfl.data import sharing
+from quiverfl.data.dataset import Dataset, Integers
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.loading import check_options
+from quiverfl.seeds import stream
+
+PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
+    "dirichlet": sharing.dirichlet,
+    "dirichlet_by_class": sharing.dirichlet_by_class,
+    "pathological": sharing.pathological,
+    "iid": sharing.iid,
+    "natural": sharing.natural,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Per client, the numbers of its training and test examples in the data set.
+
+    With `held_out` the test examples are training examples of the data set that were set aside,
+    so `test` counts in its training part. Counts are [clients, classes].
+    """
+
+    train: tuple[Integers, ...]
+    test: tuple[Integers, ...]
+    train_counts: Integers
+    test_counts: Integers
+    held_out: bool = False
+
+    @property
+    def clients(self) -> int:
+        return len(self.train)
+
+    def counts(self) -> Integers:
+        """How many training examples of each class every client has: [clients, classes]."""
+        return self.train_counts
+
+    def heterogeneity(self) -> float:
+        """Mean total-variation distance of the clients' class shares from those of all together.
+
+        0 when all clients have the same shares; towards 1 the less they have in common.
+        """
+        own = self.train_counts / self.train_counts.sum(axis=1, keepdims=True)
+        everyone = self.train_counts.sum(axis=0) / self.train_counts.sum()
+        return float(0.5 * np.abs(own - everyone).sum(axis=1).mean())
+
+    def arrays(self) -> dict[str, Integers]:
+        """Flat arrays for a file: client i has train_indices[train_offsets[i]:train_offsets[i + 1]]."""
+        arrays = {"train_counts": self.train_counts, "test_counts": self.test_counts}
+        for part, shares in (("train", self.train), ("test", self.test)):
+            arrays[f"{part}_indices"] = np.concatenate(shares).astype(np.int64)
+            sizes = [0, *(len(share) for share in shares)]
+            arrays[f"{part}_offsets"] = np.cumsum(sizes).astype(np.int64)
+        return arrays
+
+
+def partition(
+    dataset: Dataset,
+    name: str,
+    clients: int | None,
+    seed: int,
+    *,
+    samples_per_client: int | None = None,
+    test_per_client: int | None = None,
+    validation: float | None = None,
+    **options: Any,
+) -> Partition:
+    """Share a data set out between clients; a pure function of its arguments.
+
+    `samples_per_client` takes fewer examples than there are; `test_per_client` is a test set's
+    size unless proportions cannot be kept at that size (None: the test examples divided by the
+    number of clients). `validation` sets that share of every client's training examples aside as
+    its test set and leaves the data set's own test examples untouched: for tuning.
+    """
+    if name not in PARTITIONS:
+        raise QuiverError(f"unknown partition {name!r}; {nearest(name, PARTITIONS)}")
+    share_out = PARTITIONS[name]
+    given = ("dataset", "clients", "samples", "seed")
+    check_options(f"partition {name!r}", share_out, options, given)
+    train = share_out(dataset, clients, samples_per_client, seed, **options)
+    if validation is not None:
+        return _hold_out(dataset, train, validation, seed)
+    if test_per_client is not None and test_per_client < 1:
+        raise QuiverError(f"data.test_per_client = {test_per_client}: it must be at least 1.")
+    if name == "natural" and dataset.test_owner is not None:
+        chosen = sharing.owners(dataset, clients, seed)
+        test = sharing.rows_by_owner(dataset.test_owner, chosen)
+        test = [rows[:test_per_client] for rows in test]
+    else:
+        test = _test_like_train(dataset, train, test_per_client, seed)
+    return _partition(dataset, train, test, held_out=False)
+
+
+def _partition(
+    dataset: Dataset, train: Sequence[Integers], test: Sequence[Integers], held_out: bool
+) -> Partition:
+    test_labels = dataset.train_y if held_out else dataset.test_y
+    return Partition(
+        train=tuple(train),
+        test=tuple(test),
+        train_counts=_counts(dataset.train_y, train, dataset.classes),
+        test_counts=_counts(test_labels, test, dataset.classes),
+        held_out=held_out,
+    )
+
+
+def _counts(labels: Integers, shares: Sequence[Integers], classes: int) -> Integers:
+    return np.stack([np.bincount(labels[rows], minlength=classes) for rows in shares])
+
+
+def _test_like_train(
+    dataset: Dataset, train: Sequence[Integers], wanted: int | None, seed: int
+) -> list[Integers]:
+    if wanted is None:
+        wanted = max(1, len(dataset.test_y) // len(train))
+    by_class = [np.flatnonzero(dataset.test_y == label) for label in range(dataset.classes)]
+    available = np.array([len(rows) for rows in by_class])
+    test = []
+    for client, rows in enumerate(train):
+        generator = stream(seed, "partition-test", client)
+        have = np.bincount(dataset.train_y[rows], minlength=dataset.classes)
+        counts = in_proportion(have, available, wanted, generator)
+        picked = [
+            generator.choice(by_class[label], counts[label], replace=False)
+            for label in np.flatnonzero(counts)
+        ]
+        test.append(np.sort(np.concatenate(picked)) if picked else np.empty(0, dtype=np.int64))
+    return test
+
+
+def _hold_out(
+    dataset: Dataset, train: Sequence[Integers], validation: float, seed: int
+) -> Partition:
+    if not 0 < validation < 1:
+        raise QuiverError(f"data.validation = {validation}: it must be between 0 and 1.")
+    kept: list[Integers] = []
+    held: list[Integers] = []
+    for client, rows in enumerate(train):
+        if len(rows) < 2:
+            raise QuiverError(
+                f"data.validation = {validation}: client {client} has a single training example, "
+                "so nothing can be set aside; take fewer clients."
+            )
+        generator = stream(seed, "partition-validation", client)
+        labels = dataset.train_y[rows]
+        have = np.bincount(labels, minlength=dataset.classes)
+        wanted = min(max(1, round(validation * len(rows))), len(rows) - 1)
+        counts = in_proportion(have, have, wanted, generator)
+        aside = np.sort(
+            np.concatenate(
+                [
+                    generator.choice(np.flatnonzero(labels == label), counts[label], replace=False)
+                    for label in np.flatnonzero(counts)
+                ]
+            )
+        )
+        held.append(rows[aside])
+        kept.append(np.delete(rows, aside))
+    return _partition(dataset, kept, held, held_out=True)
+
+
+def in_proportion(
+    have: Integers, available: Integers, wanted: int, generator: np.random.Generator
+) -> Integers:
+    """Counts per class in the proportions of `have`, `wanted` in all, at most what is available.
+
+    Largest remainders, ties by lot. A class without any example to draw is left out; where one has
+    too few, the whole is made smaller rather than the proportions wrong.
+    """
+    have = np.where(available > 0, have, 0)
+    total = int(have.sum())
+    if total == 0:
+        return np.zeros_like(have)
+    some = have > 0
+    total_drawn = min(wanted, int((available[some] * total // have[some]).min()))
+    counts, remainder = np.divmod(have * total_drawn, total)
+    order = np.lexsort((generator.random(len(have)), -remainder))
+    counts[order[: total_drawn - int(counts.sum())]] += 1
+    return counts
