@@ -4,7 +4,21 @@ from quiverfl.data.batches import batch_order
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.simulate import ClientState, Run, simulate
 from quiverfl.errors import Diverged, QuiverError
-from quiverfl.methods import METHODS, DFedPGP, FedAvg, Local, Method
+from quiverfl.methods import (
+    METHODS,
+    OSGP,
+    DFedAvgM,
+    DFedAvgMP,
+    DFedPGP,
+    DisPFL,
+    Ditto,
+    FedAvg,
+    FedBABU,
+    FedPer,
+    FedRep,
+    Local,
+    Method,
+)
 from quiverfl.task import Point, Task
 from quiverfl.topologies import (
     TOPOLOGIES,
@@ -34,11 +48,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "OSGP",
     "TOPOLOGIES",
     "ClientState",
+    "DFedAvgM",
+    "DFedAvgMP",
     "DFedPGP",
+    "DisPFL",
+    "Ditto",
     "Diverged",
     "FedAvg",
+    "FedBABU",
+    "FedPer",
+    "FedRep",
     "FederatedData",
     "Graph",
     "Local",

@@ -28,8 +28,8 @@ from quiverfl.training import Training
 Message: TypeAlias = dict[str, Tensor]
 Part: TypeAlias = Literal["shared", "personal", "whole"]
 State: TypeAlias = Any
-"""A NamedTuple of tensors, declared by each method. The last word of a field's name says what it
-is: `u` or `…_u` lies like the shared part, `v` or `…_v` like the personal one; others are scalars."""
+"""A NamedTuple of tensors, declared by each method. The last word of a field's name says what it is:
+`u` or `…_u` lies like the shared part, `v` or `…_v` like the personal one; others are scalars."""
 
 
 @dataclass(frozen=True)

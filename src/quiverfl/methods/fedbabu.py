@@ -1,0 +1,99 @@
+"""FedBABU: only the body is trained and averaged, under one random head that never changes.
+
+Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification",
+ICLR 2022, Algorithm 1.
+
+    paper      here           meaning
+    θ_ext      state.u        the extractor (body), trained and averaged
+    θ_cls      state.v        the head: one random draw for all, bit-identical to the end
+    τ          epochs         local epochs
+    n_k        state.samples  weight in the average
+
+What is evaluated is a copy, fine-tuned as a whole for a few epochs on the client's own data, at
+both stages, with a learning rate that does not decay and batches that do not depend on the round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.server import (
+    ServerState,
+    Weighting,
+    averaged,
+    check_weighting,
+    sample_weight,
+    weighted,
+)
+from quiverfl.task import Point, Task
+from quiverfl.training import Training
+
+
+@dataclass(frozen=True)
+class FedBABU:
+    epochs: int = 5
+    finetune_epochs: int = 5
+    finetune_lr: float = 1e-3
+    weighting: Weighting = "samples"
+
+    name: ClassVar[str] = "fedbabu"
+    title: ClassVar[str] = "FedBABU"
+    carries_mass: ClassVar[bool] = False
+    delay: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_epochs(self)
+        check_weighting(self.weighting)
+        if not self.finetune_lr > 0:
+            raise QuiverError(f"method.finetune_lr = {self.finetune_lr}: it must be positive.")
+
+    def init(self, task: Task, start: Start) -> ServerState:
+        samples = sample_weight(start, self.weighting)
+        return ServerState(u=start.point.shared, v=start.common.personal, samples=samples)
+
+    def phases(self, task: Task) -> tuple[Train, ...]:
+        return (
+            Train(
+                part="shared",
+                epochs=self.epochs,
+                point=self.personal,
+                absorb=lambda state, point: state._replace(u=point.shared),
+            ),
+        )
+
+    def message(self, state: ServerState) -> Message:
+        return weighted(state.samples, u=state.u)
+
+    def merge(self, state: ServerState, mixed: Message) -> ServerState:
+        return state._replace(u=averaged(mixed, "u"))
+
+    def personal(self, state: ServerState) -> Point:
+        return Point(state.u, state.v)
+
+    def adapt(self, task: Task) -> Train:
+        """Fine-tuning of the copy that is evaluated: the state here is that copy."""
+        return Train(
+            part="whole",
+            epochs=self.finetune_epochs,
+            point=lambda copy: copy,
+            absorb=lambda _, tuned: tuned,
+            settings=self._finetuning,
+        )
+
+    def _finetuning(self, training: Training) -> Training:
+        return replace(
+            training,
+            lr=self.finetune_lr,
+            lr_decay=1.0,
+            momentum=0.9,
+            weight_decay=0.0,
+            clip_norm=None,
+        )
+
+    def payload(self, message: Message) -> Tensor:
+        return dense_bytes(message)
