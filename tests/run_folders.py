@@ -113,6 +113,7 @@ def round_lines(recipe: Recipe) -> list[dict[str, Any]]:
                 "sent_bytes": sent.tolist(),
                 "received_bytes": sent.tolist(),
                 "busiest_bytes": int(2 * sent.sum() if star else 2 * sent.max()),
+                "network_bytes": int(2 * sent.sum() if star else sent.sum()),
                 "mu_min": float(1 - 0.9 * (1 - np.exp(-round - 1))) if moved else 1.0,
                 "mu_max": float(1 + 1.2 * (1 - np.exp(-round - 1))) if moved else 1.0,
                 "consensus": None if alone else float(np.exp(-round / 5) + 0.05),

@@ -105,16 +105,12 @@ def test_weights_move_the_mean_and_the_choice_of_the_best_round() -> None:
 
 
 def test_costs_are_totals_and_the_busiest_node_is_a_maximum() -> None:
-    rounds = costs(sent_bytes=[100, 200], busiest_bytes=[40, 30], steps=[7, 8], seconds=[0.5, 0.25])
+    rounds = costs(
+        network_bytes=[100, 200], busiest_bytes=[40, 30], steps=[7, 8], seconds=[0.5, 0.25]
+    )
     summary = summarize(frame("local", [[1.0]]), rounds)
     assert (summary["bytes"], summary["busiest_bytes"]) == (300, 40)
     assert (summary["steps"], summary["seconds"]) == (15, 0.75)
-
-
-def test_a_servers_own_sending_crosses_the_network_too() -> None:
-    """Ten models up and ten down: the busiest node is the server, with all twenty."""
-    rounds = costs(sent_bytes=[10], received_bytes=[10], busiest_bytes=[20])
-    assert summarize(frame("local", [[1.0]]), rounds)["bytes"] == 20
 
 
 def test_nothing_evaluated_and_nothing_run_is_a_summary_too() -> None:
@@ -125,7 +121,7 @@ def test_nothing_evaluated_and_nothing_run_is_a_summary_too() -> None:
 
 
 def test_a_summary_is_plain_json() -> None:
-    rounds = costs(sent_bytes=[100], steps=[7], seconds=[0.5])
+    rounds = costs(network_bytes=[100], steps=[7], seconds=[0.5])
     summary = summarize(frame("local", [[0.5, 1.0]]), rounds)
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 

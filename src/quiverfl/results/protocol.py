@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -15,8 +16,8 @@ STAGE_WORDS = {
     "local": "right after local training, before communication",
     "mixed": "right after communication",
 }
-_REPORT_WORDS = {
-    "last": "of the last round",
+REPORT_WORDS = {
+    "last": "of the last evaluated round",
     "best": "of the best round (the one with the best mean over clients)",
     "last10": "averaged over the last ten evaluated rounds",
 }
@@ -47,17 +48,24 @@ class EvaluationProtocol:
 
     def caption(self, metric: str = "accuracy") -> str:
         """One sentence for the foot of a table."""
-        tested = (
-            f"after {self.finetune} on a copy that is then thrown away"
-            if self.finetune
-            else "without any fine-tuning before the test"
-        )
-        return (
-            f"Test {metric} at stage “{self.stage}” ({STAGE_WORDS[self.stage]}) "
-            f"{_REPORT_WORDS[self.report]}, each client's model on that client's own test data, "
-            f"{tested}; {_WEIGHTING_WORDS[self.weighting]}."
-        )
+        tested = f"after {self.finetune} on a copy" if self.finetune else UNTUNED
+        return describe([self.stage], self.report, self.weighting, tested, metric)
 
     def record(self) -> dict[str, Any]:
         """As it is written into `summary.json`."""
         return asdict(self)
+
+
+UNTUNED = "without any fine-tuning before the test"
+
+
+def describe(
+    stages: Sequence[str], report: Report, weighting: Weighting, tested: str, metric: str
+) -> str:
+    """The sentence under a table of one stage or of both."""
+    when = " and ".join(f"“{stage}” ({STAGE_WORDS[stage]})" for stage in stages)
+    return (
+        f"Test {metric} at stage{'s' if len(stages) > 1 else ''} {when}, {REPORT_WORDS[report]}, "
+        f"each client's model on that client's own test data, {tested}; "
+        f"{_WEIGHTING_WORDS[weighting]}."
+    )

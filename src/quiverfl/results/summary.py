@@ -101,27 +101,20 @@ def spread(scores: pd.Series, metric: str, weights: pd.Series | None = None) -> 
 
 
 def costs(rounds: pd.DataFrame) -> dict[str, Any]:
-    """What a run took: bytes over the network, the busiest node, local steps, seconds."""
+    """What a run took.
+
+    `bytes` cross the network, every message counted once; a server's own sending is among them.
+    `busiest_bytes` is what the busiest node handles in its busiest round, the server too.
+    """
     return {
-        "bytes": int(network_bytes(rounds).sum()),
-        "busiest_bytes": int(_column(rounds, "busiest_bytes").max()) if len(rounds) else 0,
-        "steps": int(_column(rounds, "steps").sum()),
-        "seconds": float(_column(rounds, "seconds").sum()),
+        "bytes": int(per_round(rounds, "network_bytes").sum()),
+        "busiest_bytes": int(per_round(rounds, "busiest_bytes").max()) if len(rounds) else 0,
+        "steps": int(per_round(rounds, "steps").sum()),
+        "seconds": float(per_round(rounds, "seconds").sum()),
     }
 
 
-def network_bytes(rounds: pd.DataFrame) -> pd.Series:
-    """Bytes that cross the network in each round, every message counted once.
-
-    Between clients that is what they sent. With a server it is also what they received. A client
-    handles a message at most once, so a busiest node with more bytes than all clients sent
-    together can only be a server, through which everything goes.
-    """
-    sent = _column(rounds, "sent_bytes")
-    return sent.where(sent >= _column(rounds, "busiest_bytes"), _column(rounds, "busiest_bytes"))
-
-
-def _column(rounds: pd.DataFrame, name: str) -> pd.Series:
+def per_round(rounds: pd.DataFrame, name: str) -> pd.Series:
     """A column of numbers, zero where nothing was recorded."""
     if name not in rounds:
         return pd.Series(0, index=rounds.index)

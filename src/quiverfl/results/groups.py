@@ -1,0 +1,142 @@
+"""Runs that are the same experiment with another seed belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from quiverfl.results import palette
+from quiverfl.results.history import RunResult
+from quiverfl.results.palette import Style
+from quiverfl.results.summary import by_client, headline
+
+_NOT_THE_EXPERIMENT = {
+    "seed",
+    "threads",
+    "device",
+    "executor",
+    "checkpoint_every",
+    "evaluate_every",
+    "out",
+    "name",
+}
+"""Keys of `run` that change how an experiment is carried out, not which one it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One experiment: a run for each seed, in the order of the seeds."""
+
+    label: str
+    runs: tuple[RunResult, ...]
+    style: Style
+    left_out: tuple[RunResult, ...] = ()
+    """Further runs with a seed that is already here."""
+
+    @property
+    def method(self) -> str:
+        return self.runs[0].method
+
+    @property
+    def first(self) -> RunResult:
+        return self.runs[0]
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.seed for run in self.runs)
+
+    @property
+    def finished(self) -> bool:
+        return all(run.finished for run in self.runs)
+
+    def values(self, stage: str, metric: str) -> list[pd.DataFrame]:
+        """For each seed, evaluated rounds × clients."""
+        return [by_client(run.history, stage, metric) for run in self.runs]
+
+
+def group_runs(runs: Iterable[RunResult]) -> list[Group]:
+    """The experiments among some runs, in the order of the paper's tables."""
+    together: dict[str, list[RunResult]] = {}
+    for run in runs:
+        together.setdefault(_identity(run), []).append(run)
+    sorted_groups = sorted(together.values(), key=lambda group: palette.rank(group[0].method))
+    labels = _labels([group[0] for group in sorted_groups])
+    styles = palette.styles([group[0].method for group in sorted_groups])
+    return [
+        Group(label, *_one_per_seed(group, style))
+        for label, style, group in zip(labels, styles, sorted_groups, strict=True)
+    ]
+
+
+def common_metric(groups: Sequence[Group]) -> str:
+    """Accuracy if anybody has one, otherwise the loss."""
+    metrics = {headline(run.history) for group in groups for run in group.runs if len(run.history)}
+    return "loss" if metrics == {"loss"} else "accuracy"
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as `section.key`."""
+    pairs: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            pairs.update(flat(value, f"{prefix}{key}."))
+        else:
+            pairs[f"{prefix}{key}"] = value
+    return pairs
+
+
+def _one_per_seed(
+    runs: list[RunResult], style: Style
+) -> tuple[tuple[RunResult, ...], Style, tuple[RunResult, ...]]:
+    """The furthest run of each seed; counting one twice would make the seeds look closer."""
+    furthest: dict[int, RunResult] = {}
+    for run in sorted(runs, key=lambda run: (run.finished, run.done_rounds)):
+        furthest[run.seed] = run
+    kept = tuple(furthest[seed] for seed in sorted(furthest))
+    return kept, style, tuple(run for run in runs if run not in kept)
+
+
+def _settings(run: RunResult) -> dict[str, Any]:
+    """What makes it this experiment: everything but seeds and how it was carried out."""
+    return {
+        key: value
+        for key, value in flat(run.config).items()
+        if key.rsplit(".", 1)[-1] != "seed"
+        and not (key.startswith("run.") and key.split(".")[1] in _NOT_THE_EXPERIMENT)
+    }
+
+
+def _identity(run: RunResult) -> str:
+    return json.dumps(_settings(run), sort_keys=True, default=str)
+
+
+def _labels(runs: list[RunResult]) -> list[str]:
+    """The method's name, and what sets it apart where a method comes more than once."""
+    labels = []
+    for run in runs:
+        same = [_settings(other) for other in runs if other.method == run.method]
+        mine = _settings(run)
+        keys = sorted({key for other in same for key in {**other, **mine}})
+        apart = [key for key in keys if any(other.get(key) != mine.get(key) for other in same)]
+        words = ", ".join(_words(key, mine[key]) for key in apart if key in mine)
+        name = palette.display(run.method)
+        labels.append(f"{name} ({words})" if words else name)
+    return _numbered(labels)
+
+
+def _words(key: str, value: Any) -> str:
+    last = key.rsplit(".", 1)[-1]
+    return str(value) if last == "name" else f"{last} {value}"
+
+
+def _numbered(labels: list[str]) -> list[str]:
+    """Labels are told apart by a number where nothing else does."""
+    return [
+        label if labels.count(label) == 1 else f"{label} #{labels[: position + 1].count(label)}"
+        for position, label in enumerate(labels)
+    ]

@@ -1,0 +1,253 @@
+"""What tables are made of: scores, gaps, rounds to a target and differences, as plain frames.
+
+Everything here is a number (accuracies as shares, bytes, steps), one row per experiment. A spread
+over seeds is that of a sample (divided by n - 1) and NaN with one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.results.groups import Group, common_metric
+from quiverfl.results.history import RunResult
+from quiverfl.results.palette import plain
+from quiverfl.results.protocol import Weighting
+from quiverfl.results.summary import (
+    STAGES,
+    Report,
+    by_client,
+    client_scores,
+    costs,
+    higher_is_better,
+    mean_by_round,
+    per_round,
+    spread,
+)
+
+COSTS = ("bytes", "busiest_bytes", "steps", "seconds")
+
+
+def comparison(
+    groups: Sequence[Group], report: Report = "last", weighting: Weighting = "uniform"
+) -> pd.DataFrame:
+    """One row per experiment: both stages (mean, spreads, worst tenth, gap to Local) and costs."""
+    metric = common_metric(groups)
+    return pd.DataFrame([_row(group, groups, report, weighting, metric) for group in groups])
+
+
+def run_scores(
+    run: RunResult, stage: str, report: Report, metric: str, weighting: Weighting = "uniform"
+) -> pd.Series:
+    """One number per client, by client; empty where the run has nothing at this stage."""
+    values = by_client(run.history, stage, metric)
+    if values.empty:
+        return pd.Series(dtype=np.float64)
+    return client_scores(values, report, metric, _weights(run, weighting))
+
+
+def rounds_to_target(groups: Sequence[Group], target: float, stage: str = "local") -> pd.DataFrame:
+    """Rounds, bytes and local steps until the mean over clients first reaches the target.
+
+    The paper's Tables 2 and 7: rounds are counted from 1, a method that does not reach the target
+    with every seed has none, and speed-ups are over the slowest method that does.
+    """
+    metric = common_metric(groups)
+    rows = []
+    for group in groups:
+        reached = [_first_at(run, target, stage, metric) for run in group.runs]
+        arrived = [costs_then for costs_then in reached if costs_then is not None]
+        row: dict[str, object] = {
+            "label": group.label,
+            "seeds": len(group.runs),
+            "reached": len(arrived),
+        }
+        for position, name in enumerate(("rounds", "bytes", "steps")):
+            numbers = [numbers[position] for numbers in arrived]
+            everybody = len(arrived) == len(group.runs)
+            row[name] = float(np.mean(numbers)) if everybody else np.nan
+            row[f"{name}_seed_std"] = _seed_std(numbers) if everybody else np.nan
+        rows.append(row)
+    frame = pd.DataFrame(rows)
+    frame["speedup"] = frame["rounds"].max() / frame["rounds"]
+    return frame
+
+
+def paired_differences(
+    groups: Sequence[Group], reference: str, stage: str = "local", report: Report = "last"
+) -> pd.DataFrame:
+    """Every experiment minus the reference, seed by seed: mean, spread and its 95 % interval.
+
+    Seeds share data and start, so the difference within a seed is far less noisy than the scores.
+    """
+    against = group_called(groups, reference)
+    metric = common_metric(groups)
+    base = {run.seed: _mean(run, stage, report, metric) for run in against.runs}
+    rows = []
+    for group in groups:
+        if group is against:
+            continue
+        differences = [
+            _mean(run, stage, report, metric) - base[run.seed]
+            for run in group.runs
+            if run.seed in base
+        ]
+        low, high = _interval(differences)
+        rows.append(
+            {
+                "label": group.label,
+                "reference": against.label,
+                "seeds": len(differences),
+                "difference": float(np.mean(differences)) if differences else np.nan,
+                "seed_std": _seed_std(differences),
+                "low95": low,
+                "high95": high,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def group_called(groups: Sequence[Group], name: str) -> Group:
+    """The experiment with this label, or the only one with this method."""
+    for group in groups:
+        if group.label == name:
+            return group
+    same = [group for group in groups if plain(group.method) == plain(name)]
+    if len(same) == 1:
+        return same[0]
+    labels = [group.label for group in groups]
+    reason = "could be several of these runs" if same else "is none of these runs"
+    raise QuiverError(f"{name!r} {reason}: {nearest(name, labels)}")
+
+
+def _row(
+    group: Group, groups: Sequence[Group], report: Report, weighting: Weighting, metric: str
+) -> dict[str, object]:
+    row: dict[str, object] = {
+        "label": group.label,
+        "method": group.method,
+        "topology": group.first.topology,
+        "clients": group.first.clients,
+        "seeds": len(group.runs),
+        "finished": group.finished,
+        "metric": metric,
+    }
+    for stage in STAGES:
+        figures = [_figures(run, groups, stage, report, weighting, metric) for run in group.runs]
+        for name in ("mean", "client_std", "worst10", "gap"):
+            numbers = [figure[name] for figure in figures]
+            row[f"{stage}_{name}"] = float(np.mean(numbers))
+            if name in ("mean", "gap"):
+                row[f"{stage}_{name}_seed_std"] = _seed_std(numbers)
+    for name in COSTS:
+        row[name] = float(np.mean([costs(run.rounds)[name] for run in group.runs]))
+    return row
+
+
+def _figures(
+    run: RunResult,
+    groups: Sequence[Group],
+    stage: str,
+    report: Report,
+    weighting: Weighting,
+    metric: str,
+) -> dict[str, float]:
+    scores = run_scores(run, stage, report, metric, weighting)
+    figures = spread(scores, metric, _weights(run, weighting))
+    return {
+        "mean": figures["mean"],
+        "client_std": figures["std"],
+        "worst10": figures["worst10"],
+        "gap": _gap(run, scores, groups, stage, report, weighting, metric),
+    }
+
+
+def _gap(
+    run: RunResult,
+    scores: pd.Series,
+    groups: Sequence[Group],
+    stage: str,
+    report: Report,
+    weighting: Weighting,
+    metric: str,
+) -> float:
+    """Mean over clients of a client's score minus the same client's score under Local."""
+    local = _local_beside(run, groups)
+    if local is None or local is run:
+        return float("nan")
+    alone = run_scores(local, stage, report, metric, weighting)
+    if len(alone) != len(scores):
+        return float("nan")
+    return spread(scores - alone, metric, _weights(run, weighting))["mean"]
+
+
+def _local_beside(run: RunResult, groups: Sequence[Group]) -> RunResult | None:
+    """The Local run on the same data with the same model and seed, if it is among these runs."""
+    for group in groups:
+        for other in group.runs:
+            same = all(other.config.get(k) == run.config.get(k) for k in ("data", "model"))
+            if plain(other.method) == "local" and other.seed == run.seed and same:
+                return other
+    return None
+
+
+def _first_at(
+    run: RunResult, target: float, stage: str, metric: str
+) -> tuple[float, float, float] | None:
+    """(rounds, bytes, steps) when the mean over clients first was at the target."""
+    means = mean_by_round(by_client(run.history, stage, metric))
+    good = means >= target if higher_is_better(metric) else means <= target
+    if not bool(good.any()):
+        return None
+    spent = spent_by_round(run, stage).loc[means.index[int(np.argmax(good.to_numpy()))]]
+    return float(spent["rounds"]), float(spent["bytes"]), float(spent["steps"])
+
+
+def spent_by_round(run: RunResult, stage: str) -> pd.DataFrame:
+    """Rounds, bytes and local steps spent when a round is evaluated at a stage, by round.
+
+    Stage `local` comes before the round's communication, whose bytes it has not cost yet.
+    """
+    index = pd.Index(run.rounds["round"].astype(int), name="round")
+    crossed = per_round(run.rounds, "network_bytes").to_numpy(dtype=np.float64)
+    total = crossed.cumsum()
+    return pd.DataFrame(
+        {
+            "rounds": index.to_numpy() + 1,
+            "bytes": total - crossed if stage == "local" else total,
+            "steps": per_round(run.rounds, "steps").to_numpy(dtype=np.float64).cumsum(),
+        },
+        index=index,
+    )
+
+
+def _mean(run: RunResult, stage: str, report: Report, metric: str) -> float:
+    return spread(run_scores(run, stage, report, metric), metric)["mean"]
+
+
+def _weights(run: RunResult, weighting: Weighting) -> pd.Series | None:
+    if weighting == "uniform":
+        return None
+    if run.test_samples is None:
+        raise QuiverError(
+            f"{run.path} does not say how many test samples each client has (no test_counts in "
+            "partition.npz): use the uniform weighting."
+        )
+    return run.test_samples
+
+
+def _seed_std(numbers: Sequence[float]) -> float:
+    return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else float("nan")
+
+
+def _interval(numbers: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean."""
+    if len(numbers) < 2:
+        return float("nan"), float("nan")
+    reach = stats.t.ppf(0.975, len(numbers) - 1) * _seed_std(numbers) / np.sqrt(len(numbers))
+    center = np.mean(numbers)
+    return float(center - reach), float(center + reach)

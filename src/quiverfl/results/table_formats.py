@@ -1,0 +1,147 @@
+"""A table as people want it: in the terminal, in Markdown, in LaTeX. CSV comes from the frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    above: str = ""
+    """A heading over this and its neighbours, such as the stage."""
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    caption: str
+
+    def spans(self) -> list[tuple[str, int]]:
+        """The upper headings and how many columns each spans."""
+        return [(k, len(list(v))) for k, v in groupby(column.above for column in self.columns)]
+
+
+def rich(table: Table) -> RichTable:
+    drawn = RichTable(title=Text(table.title), caption=Text(table.caption, style="dim"))
+    for column in table.columns:
+        title = f"{column.above}\n{column.title}" if column.above else f"\n{column.title}"
+        drawn.add_column(Text(title), justify="right" if column.number else "left")
+    for row in table.rows:
+        drawn.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in row))
+    return drawn
+
+
+def markdown(table: Table) -> str:
+    titles = [f"{c.above}: {c.title}" if c.above else c.title for c in table.columns]
+    lines = [
+        f"**{_markdown_text(table.title)}**",
+        "",
+        _markdown_row(titles),
+        _markdown_row(["---:" if column.number else ":---" for column in table.columns], raw=True),
+        *(
+            _markdown_row([cell.text for cell in row], [cell.best for cell in row])
+            for row in table.rows
+        ),
+        "",
+        _markdown_text(table.caption),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def latex(table: Table) -> str:
+    """A booktabs table; the column groups are spanned and ruled."""
+    shape = "".join("r" if column.number else "l" for column in table.columns)
+    lines = [
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{latex_text(table.title)}. {latex_text(table.caption)}}}",
+        rf"\begin{{tabular}}{{{shape}}}",
+        r"\toprule",
+        *_latex_spans(table),
+        _latex_row([latex_text(column.title) for column in table.columns]),
+        r"\midrule",
+        *(_latex_row([_latex_cell(cell) for cell in row]) for row in table.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(texts: list[str], bold: list[bool] | None = None, raw: bool = False) -> str:
+    cells = texts if raw else [_markdown_text(text) for text in texts]
+    bold = bold or [False] * len(cells)
+    marked = (f"**{text}**" if strong else text for text, strong in zip(cells, bold, strict=True))
+    return f"| {' | '.join(marked)} |"
+
+
+def _markdown_text(text: str) -> str:
+    for letter in ("\\", "|", "*", "_", "`", "<", "["):
+        text = text.replace(letter, f"\\{letter}")
+    return " ".join(text.split())
+
+
+def _latex_spans(table: Table) -> list[str]:
+    if not any(column.above for column in table.columns):
+        return []
+    cells, rules, start = [], [], 1
+    for text, width in table.spans():
+        cells.append(
+            rf"\multicolumn{{{width}}}{{c}}{{{latex_text(text)}}}" if text else "&" * (width - 1)
+        )
+        if text:
+            rules.append(rf"\cmidrule(lr){{{start}-{start + width - 1}}}")
+        start += width
+    return [_latex_row(cells), "".join(rules)]
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = latex_text(cell.text)
+    return rf"\textbf{{{text}}}" if cell.best else text
+
+
+def _latex_row(cells: list[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "−": r"$-$",
+    "×": r"$\times$",
+    "μ": r"$\mu$",
+    "σ": r"$\sigma$",
+    "∞": r"$\infty$",
+    "≥": r"$\geq$",
+    "≤": r"$\leq$",
+    "“": "``",
+    "”": "''",
+    "–": "--",
+}
+
+
+def latex_text(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)
