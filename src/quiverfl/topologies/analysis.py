@@ -1,0 +1,284 @@
+"""What a topology is like, measured on its first rounds: is it legal, connected, fast, cheap?
+
+Everything works on sparse matrices. Figures that need a dense m × m matrix are left out above a
+number of clients, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from scipy.sparse.csgraph import connected_components, shortest_path
+
+from quiverfl.topologies.checks import whole
+from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers, Topology
+
+PRODUCT_LIMIT = 500
+"""Clients up to which products of matrices and their norms are computed."""
+PATH_LIMIT = 2_000
+"""Clients up to which all shortest paths are computed."""
+LINK_LIMIT = 20_000_000
+"""Links, over all rounds looked at, up to which connectivity is examined."""
+FLOOR = 1e-12
+"""Distances below it are rounding and say nothing about the rate."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Smallest, mean and largest."""
+
+    low: float
+    mean: float
+    high: float
+
+
+@dataclass(frozen=True)
+class TopologyReport:
+    """Figures over `rounds` rounds; None where a figure does not exist or was left out.
+
+    `rate` and `constant` are q and C of the paper's Lemma 3 (Assran et al. 2019, Lemma 3) as
+    measured: the distance between what clients hold and what they should agree on is at most
+    C · q^t after t rounds of mixing, for every t looked at.
+    """
+
+    name: str
+    clients: int
+    options: Mapping[str, Any]
+    rounds: int
+    row_stochastic: bool
+    column_stochastic: bool
+    symmetric: bool
+    fixed: bool  # the same graph in every round
+    active: float  # clients that train in a round, mean
+    sent: Spread  # messages a client sends in a round
+    received: Spread
+    window: int | None  # B: every B consecutive graphs together are strongly connected
+    diameter: int | None  # of round 0's graph; None: somebody cannot be reached
+    window_diameter: int | None  # of the union of rounds 0 … B - 1
+    rate: float | None  # q
+    constant: float | None  # C
+    spectral_gap: float | None  # 1 - |second eigenvalue|, of a fixed symmetric matrix
+    delta: float  # δ: smallest row sum of the products, which is the smallest μ
+    mu_low: float
+    mu_high: float
+    messages: float  # that cross the network in a round, mean
+    busiest_messages: float  # in and out of the busiest client, or of the server, mean
+    message_bytes: int
+    bytes: float
+    busiest_bytes: float
+    left_out: tuple[str, ...]  # what was not computed, and why
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        return self.row_stochastic and self.column_stochastic
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {**asdict(self), "doubly_stochastic": self.doubly_stochastic}
+
+
+def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> TopologyReport:
+    """Look at rounds 0 … rounds - 1."""
+    rounds = whole("analyse", "rounds", rounds, 1, None, "there is no round to look at")
+    graphs = [topology(round) for round in range(rounds)]
+    fixed = all(_same(graphs[0], graph) for graph in graphs[1:])
+    columns = all(graph.column_stochastic for graph in graphs)
+    symmetric = all(_symmetric(graph) for graph in _distinct(graphs, fixed))
+    masses = _masses(graphs)
+    traffic = [_traffic(graph) for graph in graphs]
+    left_out: list[str] = []
+    contraction = _if_small(topology, PRODUCT_LIMIT, "contraction", left_out)
+    rate, constant = measured_contraction(graphs, columns) if contraction else (None, None)
+    gap = None
+    if fixed and symmetric and _if_small(topology, PRODUCT_LIMIT, "spectral gap", left_out):
+        gap = spectral_gap(graphs[0])
+    window, diameter, window_diameter = _connectivity(topology, graphs, fixed, left_out)
+    return TopologyReport(
+        name=topology.name,
+        clients=topology.clients,
+        options=dict(topology.options),
+        rounds=rounds,
+        row_stochastic=all(graph.row_stochastic for graph in graphs),
+        column_stochastic=columns,
+        symmetric=symmetric,
+        fixed=fixed,
+        active=float(np.mean([graph.active.sum() for graph in graphs])),
+        sent=_spread([graph.uploads for graph in graphs]),
+        received=_spread([graph.downloads for graph in graphs]),
+        window=window,
+        diameter=diameter,
+        window_diameter=window_diameter,
+        rate=rate,
+        constant=constant,
+        spectral_gap=gap,
+        delta=min(float(mass.min()) for mass in masses),
+        mu_low=min(float(mass.min()) for mass in masses),
+        mu_high=max(float(mass.max()) for mass in masses),
+        messages=float(np.mean([total for total, _ in traffic])),
+        busiest_messages=float(np.mean([busiest for _, busiest in traffic])),
+        message_bytes=message_bytes,
+        bytes=float(np.mean([total for total, _ in traffic])) * message_bytes,
+        busiest_bytes=float(np.mean([busiest for _, busiest in traffic])) * message_bytes,
+        left_out=tuple(left_out),
+    )
+
+
+def connectivity_window(graphs: Sequence[Graph]) -> int | None:
+    """The smallest B such that the union of any B consecutive graphs is strongly connected."""
+    if not _connected(_union(graphs)):
+        return None
+    patterns = [graph.sparse for graph in graphs]
+    unions = patterns
+    for window in range(1, len(graphs)):
+        if all(_connected(union) for union in unions):
+            return window
+        unions = [union + new for union, new in zip(unions, patterns[window:], strict=False)]
+    return len(graphs)
+
+
+def measured_contraction(
+    graphs: Sequence[Graph], column_stochastic: bool
+) -> tuple[float, float] | tuple[None, None]:
+    """(q, C) with distance_t ≤ C · q^t in every round, q by least squares on the logarithms.
+
+    The distance is ‖diag(Φ1)⁻¹ Φ − limit‖₂ for the product Φ of the first t matrices: what
+    de-biasing (z = u/μ) makes of them. Where columns sum to 1 the limit is 1/m everywhere, since
+    the mean is conserved (Assran et al., Lemma 3); elsewhere clients agree on something that the
+    product itself decides, and the distance is the one to their own mean. Then
+    ‖Z − limit · U‖ ≤ C q^t ‖U‖ for any start U. None where a client is left without mass.
+    """
+    product = np.eye(graphs[0].clients)
+    distances = [_distance(product, column_stochastic)]
+    for graph in graphs:
+        product = _mixed(graph, product)
+        if not product.sum(axis=1).all():
+            return None, None
+        distances.append(_distance(product, column_stochastic))
+        if distances[-1] <= FLOOR:
+            break
+    return _envelope(np.array(distances))
+
+
+def spectral_gap(graph: Graph) -> float:
+    """1 - |λ₂| of a symmetric matrix: 1 is an exact average in one round, 0 is no agreement."""
+    if graph.clients == 1:
+        return 1.0
+    return float(1 - np.sort(np.abs(np.linalg.eigvalsh(graph.weights)))[-2])
+
+
+def diameter_of(links: sparse.csr_array) -> int | None:
+    """The longest of the shortest paths; None if somebody cannot be reached."""
+    longest = shortest_path(links, unweighted=True).max()
+    return int(longest) if np.isfinite(longest) else None
+
+
+def _connectivity(
+    topology: Topology, graphs: list[Graph], fixed: bool, left_out: list[str]
+) -> tuple[int | None, int | None, int | None]:
+    """(window, diameter, diameter of the window)."""
+    distinct = _distinct(graphs, fixed)
+    links = sum(graph.links for graph in distinct)
+    if links > LINK_LIMIT:
+        left_out.append(
+            f"window and diameter: {links:,} links in these rounds, the limit is {LINK_LIMIT:,}"
+        )
+        return None, None, None
+    window = connectivity_window(distinct)
+    if not _if_small(topology, PATH_LIMIT, "diameter", left_out):
+        return window, None, None
+    diameter = diameter_of(distinct[0].sparse)
+    if window is None or window == 1:
+        return window, diameter, diameter if window else None
+    return window, diameter, diameter_of(_union(distinct[:window]))
+
+
+def _if_small(topology: Topology, limit: int, figure: str, left_out: list[str]) -> bool:
+    if topology.clients <= limit:
+        return True
+    left_out.append(
+        f"{figure}: needs dense {topology.clients:,} × {topology.clients:,} matrices, "
+        f"the limit is {limit:,} clients"
+    )
+    return False
+
+
+def _distinct(graphs: list[Graph], fixed: bool) -> list[Graph]:
+    return graphs[:1] if fixed else graphs
+
+
+def _same(one: Graph, other: Graph) -> bool:
+    if one is other:
+        return True
+    if isinstance(one.matrix, tuple) or isinstance(other.matrix, tuple):
+        return False
+    return one.links == other.links and not abs(one.matrix - other.matrix).max()
+
+
+def _symmetric(graph: Graph) -> bool:
+    if isinstance(graph.matrix, tuple):
+        senders, weights = graph.matrix
+        return len(senders) == graph.clients and bool(np.ptp(weights) <= TOLERANCE)
+    return bool(np.abs(graph.matrix - graph.matrix.T).max() <= TOLERANCE)
+
+
+def _union(graphs: Sequence[Graph]) -> sparse.csr_array:
+    union = graphs[0].sparse
+    for graph in graphs[1:]:
+        union = union + graph.sparse
+    return union
+
+
+def _connected(links: sparse.csr_array) -> bool:
+    parts, _ = connected_components(links, directed=True, connection="strong")
+    return parts == 1
+
+
+def _mixed(graph: Graph, values: Floats) -> Floats:
+    """P · values, without making the matrix of a graph whose rows are all equal."""
+    if isinstance(graph.matrix, tuple):
+        senders, weights = graph.matrix
+        return np.repeat((weights @ values[senders])[None], graph.clients, axis=0)
+    mixed: Floats = graph.matrix @ values
+    return mixed
+
+
+def _masses(graphs: Sequence[Graph]) -> list[Floats]:
+    """μ after every round: 1 at the start, then μ ← P μ."""
+    masses = []
+    mass = np.ones(graphs[0].clients)
+    for graph in graphs:
+        mass = _mixed(graph, mass)
+        masses.append(mass)
+    return masses
+
+
+def _distance(product: Floats, column_stochastic: bool) -> float:
+    debiased = product / product.sum(axis=1, keepdims=True)
+    limit = 1 / len(product) if column_stochastic else debiased.mean(axis=0)
+    return float(np.linalg.norm(debiased - limit, ord=2))
+
+
+def _envelope(distances: Floats) -> tuple[float, float]:
+    rounds = np.flatnonzero(distances > FLOOR)
+    if len(rounds) < 2:
+        return 0.0, float(distances[0])
+    slope = np.polyfit(rounds, np.log(distances[rounds]), deg=1)[0]
+    rate = min(1.0, float(np.exp(slope)))
+    return rate, float((distances[rounds] / rate**rounds).max())
+
+
+def _traffic(graph: Graph) -> tuple[int, int]:
+    """(messages on the network, messages in and out of the busiest): a server sees them all."""
+    both = graph.uploads + graph.downloads
+    if graph.hub:
+        return int(both.sum()), int(both.sum())
+    return int(graph.uploads.sum()), int(both.max())
+
+
+def _spread(counts: list[Integers]) -> Spread:
+    everything = np.concatenate(counts)
+    return Spread(float(everything.min()), float(everything.mean()), float(everything.max()))

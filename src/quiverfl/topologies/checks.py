@@ -1,0 +1,42 @@
+"""Refusals shared by the generators: the option, its value, and what would work."""
+
+from __future__ import annotations
+
+import operator
+
+from quiverfl.errors import QuiverError
+
+
+def whole(topology: str, option: str, value: object, low: int, high: int | None, why: str) -> int:
+    """The value as an int in low … high, or a sentence saying why not."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise QuiverError(f"{topology}: {option} = {value!r}: it must be a whole number.") from None
+    if number < low or (high is not None and number > high):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise QuiverError(f"{topology}: {option} = {number}: {why}; give a number {limits}.")
+    return number
+
+
+def checked_clients(topology: str, clients: object) -> int:
+    return whole(topology, "clients", clients, 1, None, "a graph needs somebody in it")
+
+
+def checked_neighbors(topology: str, neighbors: object, clients: int) -> int:
+    """Neighbours beside oneself: 1 … clients - 1."""
+    if clients == 1:
+        raise QuiverError(
+            f"{topology}: one client has no neighbours to draw; "
+            "give more clients, or use the topology 'isolated'."
+        )
+    why = f"each of {clients} clients has {clients - 1} others to be its neighbours"
+    return whole(topology, "neighbors", neighbors, 1, clients - 1, why)
+
+
+def share(topology: str, option: str, value: float, zero: bool) -> float:
+    """A number in [0, 1], or in (0, 1] where zero makes no sense."""
+    if not (0 <= value <= 1) or (value == 0 and not zero):
+        interval = "[0, 1]" if zero else "(0, 1]"
+        raise QuiverError(f"{topology}: {option} = {value}: it must be in {interval}.")
+    return float(value)
