@@ -37,7 +37,7 @@ class Leaf:
         return math.prod(self.shape)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return self.size * int(self.type[-1])
 
 
@@ -63,8 +63,8 @@ class Manifest:
         return cls(tuple(leaves), tuple((name, tuple(shape)) for name, shape in parameters))
 
     @cached_property
-    def bytes(self) -> int:
-        return sum(leaf.bytes for leaf in self.leaves)
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
 
     @cached_property
     def hash(self) -> str:
@@ -81,13 +81,15 @@ class Manifest:
 
     def unpack(self, payload: bytes | bytearray | memoryview) -> Leaves:
         """Read-only views into the payload."""
-        if len(payload) != self.bytes:
-            raise QuiverError(f"a payload of {len(payload)} bytes, the manifest says {self.bytes}.")
+        if len(payload) != self.nbytes:
+            raise QuiverError(
+                f"a payload of {len(payload)} bytes, the manifest says {self.nbytes}."
+            )
         message, start = {}, 0
         for leaf in self.leaves:
             flat = np.frombuffer(payload, dtype=leaf.type, count=leaf.size, offset=start)
             message[leaf.name] = flat.reshape(leaf.shape)
-            start += leaf.bytes
+            start += leaf.nbytes
         return message
 
 

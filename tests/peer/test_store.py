@@ -1,0 +1,214 @@
+"""The store: a commit happened entirely or not at all, and says so when the disk does not help."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer import ledger
+from quiverfl.peer.audit import Entry, audit
+from quiverfl.peer.files import StoreError
+from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
+from quiverfl.peer.manifest import Manifest, magnitude, scaled, total
+from quiverfl.peer.schema import read_statement
+from quiverfl.peer.store import Memory, Store
+
+U = {"u": np.arange(1, 9, dtype=np.float32)}
+V = {"v": np.full(3, 7.0, dtype=np.float32)}
+
+
+class Crash(Exception):
+    """Raised in place of a kill: what follows never happens."""
+
+
+def create(folder: Path, trace=lambda point: None) -> Store:
+    entry = Entry("start", 0, UNIT, UNIT, 0, total(U), 0.0, 0.0, 0.0, magnitude(U))
+    return Store.create(folder, Accounts("a", UNIT), Memory(U, V), entry, "agreed", trace)
+
+
+def push(store: Store) -> None:
+    """Half to b, as the runtime does it."""
+    accounts = store.accounts()
+    message = store.memory().message
+    share = scaled(message, 1, 2)
+    payload = Manifest.of(share).pack(share)
+    digest = hashlib.sha256(payload).hexdigest()
+    units = ledger.portions(accounts.units, {"b": 1}, 1)["b"]
+    after = ledger.push(accounts, accounts.round, {"b": Share(units, digest, total(share))})
+    entry = Entry(
+        "push", 0, after.units, 0, units, total(share), 0.0, total(share), 0.0, magnitude(share)
+    )
+    store.push(after, Memory(share, V), {digest: payload}, entry)
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    store = create(tmp_path / "s")
+    push(store)
+    accounts, incarnation = store.accounts(), store.meta("incarnation")
+    store.close()
+    again = Store.open(tmp_path / "s")
+    assert again.accounts() == accounts
+    assert again.meta("incarnation") == incarnation
+    assert np.array_equal(again.memory().message["u"], U["u"] / 2)
+    assert np.array_equal(again.memory().rest["v"], V["v"])
+    transfer = accounts.outbox["b"]
+    assert again.payload(transfer.digest) == (U["u"] / 2).tobytes()
+    assert audit([read_statement(tmp_path / "s")]).passed
+
+
+def test_an_acknowledged_share_is_forgotten(tmp_path: Path) -> None:
+    store = create(tmp_path / "s")
+    push(store)
+    transfer = store.accounts().outbox["b"]
+    assert list((tmp_path / "s").glob("share-*"))
+    store.acknowledge(ledger.acknowledge(store.accounts(), transfer), transfer)
+    assert not list((tmp_path / "s").glob("share-*"))
+    assert len(list((tmp_path / "s").glob("state-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("point", "units"),
+    [
+        ("before push files", UNIT),
+        ("before push commit", UNIT),
+        ("after push commit", UNIT // 2),
+    ],
+)
+def test_a_crash_at_any_point_leaves_the_state_before_or_after(
+    tmp_path: Path, point: str, units: int
+) -> None:
+    def trace(at: str) -> None:
+        if at == point:
+            raise Crash
+
+    store = create(tmp_path / "s", trace)
+    with pytest.raises(Crash):
+        push(store)
+    store.close()
+    again = Store.open(tmp_path / "s")
+    assert again.accounts().units == units
+    assert len(list((tmp_path / "s").glob("state-*"))) == 1
+    assert bool(list((tmp_path / "s").glob("share-*"))) == (units < UNIT)
+    assert audit([read_statement(tmp_path / "s")]).passed
+
+
+def test_one_process_per_store(tmp_path: Path) -> None:
+    store = create(tmp_path / "s")
+    with pytest.raises(StoreError, match="in use"):
+        Store.open(tmp_path / "s")
+    store.close()
+    Store.open(tmp_path / "s").close()
+
+
+def test_a_store_is_never_overwritten(tmp_path: Path) -> None:
+    create(tmp_path / "s").close()
+    with pytest.raises(QuiverError, match="not overwritten"):
+        create(tmp_path / "s")
+
+
+def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
+    store = create(tmp_path / "s")
+    file = next((tmp_path / "s").glob("state-*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(StoreError, match="checksum differs"):
+        store.memory()
+
+
+def test_a_full_disk_stops_the_commit_and_loses_nothing(tmp_path: Path) -> None:
+    """The file size limit makes the kernel refuse the write, as a full disk does."""
+    store = create(tmp_path / "s")
+    before = store.accounts()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        with pytest.raises(StoreError, match="Nothing was lost"):
+            push(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert store.accounts() == before
+    assert not list((tmp_path / "s").glob("*.part"))
+    push(store)  # there is room again
+    assert store.accounts().units == UNIT // 2
+    assert audit([read_statement(tmp_path / "s")]).passed
+
+
+def test_a_read_only_store_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    """In a user namespace of its own, so that root is held to the permissions as well."""
+    create(tmp_path / "s").close()
+    folder = tmp_path / "s"
+    mount = f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}"
+    script = tmp_path / "open.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from quiverfl.errors import QuiverError\n"
+        "from quiverfl.peer.store import Store\n"
+        f"try: Store.open(Path({str(tmp_path / 's')!r}))\n"
+        "except QuiverError as problem: print(problem)\n"
+    )
+    if not shutil.which("unshare"):
+        pytest.skip("unshare is not installed: cannot mount a folder read-only")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{mount} && exec {sys.executable} {script}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode and "mount" in done.stderr + done.stdout:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+    assert "cannot write to" in done.stdout, done.stderr
+    assert "Read-only file system" in done.stdout
+
+
+def test_the_same_transfer_cannot_be_booked_twice(tmp_path: Path) -> None:
+    store = create(tmp_path / "s")
+    transfer = Transfer("b", "a", 1, 0, 5, "d", 0.0)
+    store.bury(ledger.bury(store.accounts(), transfer, "not finite"), transfer, "not finite")
+    with pytest.raises(StoreError):
+        store.bury(store.accounts(), transfer, "not finite")
+
+
+def test_a_restored_backup_is_caught_by_the_audit(tmp_path: Path) -> None:
+    store = create(tmp_path / "s")
+    store.close()
+    shutil.copytree(tmp_path / "s", tmp_path / "backup")
+    store = Store.open(tmp_path / "s")
+    push(store)
+    transfer = store.accounts().outbox["b"]
+    store.close()
+    b = create(tmp_path / "b")
+    taken = ledger.absorb(Accounts("b", UNIT), [transfer])
+    entry = Entry("absorb", 0, taken.units, transfer.units, 0, 54.0, transfer.total, 0.0, 0.0, 54.0)
+    b.absorb(taken, Memory({"u": U["u"] * np.float32(1.5)}, V), [transfer], [], entry)
+    b.close()
+    assert audit([read_statement(tmp_path / "s"), read_statement(tmp_path / "b")]).passed
+    report = audit([read_statement(tmp_path / "backup"), read_statement(tmp_path / "b")])
+    assert report.error == transfer.units
+    assert any("backup was restored" in problem for problem in report.problems)
+
+
+def test_eviction_files_the_past_under_another_name(tmp_path: Path) -> None:
+    store = create(tmp_path / "s")
+    store.update(ledger.meet(store.accounts(), "b", "first"))
+    push(store)
+    outbox = store.accounts().outbox["b"]
+    store.evict(ledger.evict(store.accounts(), "b"), "b", outbox)
+    report = audit([read_statement(tmp_path / "s")])
+    assert report.passed
+    assert report.written_off == UNIT // 2
+    store.update(ledger.meet(store.accounts(), "b", "second"))
+    push(store)  # number 1 again, to the new store
+    assert store.accounts().outbox["b"].seq == 1
+    assert audit([read_statement(tmp_path / "s")]).passed
