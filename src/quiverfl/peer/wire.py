@@ -1,0 +1,170 @@
+"""What travels: small JSON messages checked field by field, and payload chunks with checksums.
+
+Pure functions from bytes to checked values. Whatever comes in, the answer is a value or a
+WireError; nothing is executed, no size or shape is believed, memory is bounded by the manifest.
+The methods are gRPC's, with bytes as messages: there is no generated code to trust or to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from quiverfl.errors import QuiverError
+
+PROTOCOL = 1
+CHUNK = 1 << 20
+CONTROL_LIMIT = 1 << 14
+"""A control message is far smaller; a longer one is refused unread."""
+SERVICE = "quiver.Peer"
+
+_HEADER = struct.Struct("<QI")  # offset, crc32 of the data
+
+PEER_NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"
+Name = Annotated[str, StringConstraints(pattern=PEER_NAME)]
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Token = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Sentence = Annotated[str, StringConstraints(max_length=1000)]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class WireError(QuiverError):
+    """Bytes that are not what they should be; `kind` is what the counter of refusals is named."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+
+
+class _Control(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Hello(_Control):
+    """Who I am, what I believe we have agreed on, and what our link has carried so far."""
+
+    protocol: int
+    run: Name
+    configuration: Hash
+    manifest: Hash
+    sender: Name
+    receiver: Name
+    incarnation: Token
+    nonce: Hash
+    sent: Count  # seq of my last transfer to you
+    acknowledged: Count  # of which you have taken so many
+    received: Count  # seq of the last transfer I took from you
+    leaving: bool = False
+    finished: bool = False
+
+
+class Greeting(_Control):
+    """The answer to Hello: welcome, or why not; signed with the key the roster knows."""
+
+    hello: Hello | None = None
+    refusal: Sentence = ""
+    signature: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,200}$")] = ""
+
+
+class Announcement(_Control):
+    """The first frame of a push: which transfer, how much mass, which bytes."""
+
+    agreement: Hash
+    sender: Name
+    receiver: Name
+    incarnation: Token
+    seq: Annotated[int, Field(ge=1, lt=2**62)]
+    round: Count
+    units: Annotated[int, Field(ge=1, lt=2**62)]
+    nbytes: Count
+    digest: Hash
+
+
+Word = Literal["proceed", "staged", "applied", "refused", "retry", "denied"]
+
+
+class Reply(_Control):
+    """An answer within a push.
+
+    proceed: send the body · staged: it is here, wait · applied: the ack, durable · refused: the
+    nack, durable, take it back · retry: not now, nothing changed · denied: never, nothing changed.
+    """
+
+    word: Word
+    reason: Sentence = ""
+
+
+class Order(_Control):
+    """What the owner of a peer asks of it, over its own certificate."""
+
+    action: Literal["status", "leave", "evict", "stop"]
+    peer: Name | None = None
+
+
+AnyControl = TypeVar("AnyControl", bound=_Control)
+
+
+def encode(message: _Control) -> bytes:
+    return message.model_dump_json().encode()
+
+
+def decode(kind: type[AnyControl], frame: bytes) -> AnyControl:
+    if len(frame) > CONTROL_LIMIT:
+        raise WireError("oversize", f"a control message of {len(frame)} bytes is too long.")
+    try:
+        return kind.model_validate_json(frame)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise WireError(
+            "malformed", f"not a {kind.__name__}: {where} {first['msg']}"[:300]
+        ) from None
+
+
+def frames(payload: bytes) -> Iterator[bytes]:
+    """The payload in chunks, each with its place and checksum."""
+    view = memoryview(payload)
+    for start in range(0, len(view), CHUNK):
+        data = view[start : start + CHUNK]
+        yield _HEADER.pack(start, zlib.crc32(data)) + data
+
+
+class Assembly:
+    """A payload as it comes in: exactly the announced bytes, in order, each chunk checked."""
+
+    def __init__(self, nbytes: int, digest: str) -> None:
+        self._buffer = bytearray(nbytes)
+        self._filled = 0
+        self._digest = digest
+        self._hash = hashlib.sha256()
+
+    @property
+    def complete(self) -> bool:
+        return self._filled == len(self._buffer)
+
+    def add(self, frame: bytes) -> None:
+        if len(frame) <= _HEADER.size:
+            raise WireError("truncated", f"a chunk of {len(frame)} bytes holds no data.")
+        offset, checksum = _HEADER.unpack_from(frame)
+        data = memoryview(frame)[_HEADER.size :]
+        if len(data) > CHUNK or self._filled + len(data) > len(self._buffer):
+            raise WireError("oversize", "more bytes than the manifest has.")
+        if offset != self._filled:
+            raise WireError("reordered", f"a chunk for {offset}, expected {self._filled}.")
+        if zlib.crc32(data) != checksum:
+            raise WireError("checksum", f"the chunk at {offset} arrived damaged.")
+        self._buffer[offset : offset + len(data)] = data
+        self._hash.update(data)
+        self._filled += len(data)
+
+    def payload(self) -> bytearray:
+        if not self.complete:
+            raise WireError("truncated", f"{self._filled} of {len(self._buffer)} bytes came.")
+        if self._hash.hexdigest() != self._digest:
+            raise WireError("checksum", "the payload is not the one that was announced.")
+        return self._buffer
