@@ -42,7 +42,11 @@ def write_run(folder: Path, recipe: Recipe | None = None, *, finished: bool = Tr
     """A whole run folder; unfinished ones have lines only, and no summary."""
     recipe = recipe or Recipe()
     folder.mkdir(parents=True)
-    write_json(folder / "config.json", {"quiver": "0.1.0", "config": config_of(recipe)})
+    topology = dict(recipe.topology)
+    if recipe.topology["name"] != "isolated":
+        topology["seed"] = recipe.seed
+    config = {"quiver": "0.1.0", "config": config_of(recipe), "topology": topology}
+    write_json(folder / "config.json", config)
     write_json(folder / "environment.json", ENVIRONMENT)
     write_partition(folder / "partition.npz", recipe)
     write_lines(folder / "history.jsonl", history_lines(recipe))
@@ -56,13 +60,17 @@ def write_run(folder: Path, recipe: Recipe | None = None, *, finished: bool = Tr
 def config_of(recipe: Recipe) -> dict[str, Any]:
     return {
         "data": {
-            "source": "digits",
+            "name": "digits",
             "clients": recipe.clients,
-            "partition": {"name": "dirichlet", "alpha": 0.3},
+            "partition": "dirichlet",
+            "alpha": 0.3,
+            "augment": "none",
+            "seed": None,
+            "options": {},
         },
-        "model": {"name": "mlp", "hidden": [64, 32]},
+        "model": {"name": "mlp", "personal": ["head"], "hidden": [64, 32]},
         "method": {"name": recipe.method},
-        "topology": dict(recipe.topology),
+        "topology": {"name": "auto"},
         "training": {
             "lr": 0.1,
             "personal_lr": 0.01,
@@ -73,6 +81,7 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
             "clip_norm": None,
         },
         "run": {"rounds": recipe.rounds, "seed": recipe.seed, "evaluate_every": 1, "threads": 2},
+        "overrides": {},
     }
 
 
@@ -136,7 +145,7 @@ def write_summary(folder: Path, recipe: Recipe) -> None:
         folder / "summary.json",
         {
             "method": recipe.method,
-            "topology": recipe.topology["name"],
+            "topology": dict(recipe.topology),
             "clients": recipe.clients,
             "rounds": recipe.rounds,
             "protocol": EvaluationProtocol(finetune=recipe.finetune).record(),

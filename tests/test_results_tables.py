@@ -219,10 +219,10 @@ def test_the_table_says_which_accuracy_and_bolds_the_best(groups: list[Group]) -
 
 
 def test_fine_tuned_methods_are_named_in_the_caption(tmp_path: Path) -> None:
-    write_run(tmp_path / "babu", Recipe("fedbabu", STAR, finetune="5 epochs of fine-tuning"))
+    write_run(tmp_path / "babu", Recipe("fedbabu", STAR, finetune="5 epochs on a copy"))
     write_run(tmp_path / "avg", Recipe("fedavg", STAR))
     caption = comparison_table(group_runs(find_runs([tmp_path]))).caption
-    assert "FedBABU after 5 epochs of fine-tuning on a copy; the others without" in caption
+    assert "FedBABU after fine-tuning (5 epochs on a copy); the others without" in caption
 
 
 def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:

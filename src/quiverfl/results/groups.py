@@ -17,13 +17,12 @@ from quiverfl.results.summary import by_client, headline
 
 _NOT_THE_EXPERIMENT = {
     "seed",
-    "threads",
     "device",
+    "threads",
     "executor",
+    "keep_local",
     "checkpoint_every",
     "evaluate_every",
-    "out",
-    "name",
 }
 """Keys of `run` that change how an experiment is carried out, not which one it is."""
 
@@ -101,26 +100,27 @@ def _one_per_seed(
     return kept, style, tuple(run for run in runs if run not in kept)
 
 
-def _settings(run: RunResult) -> dict[str, Any]:
+def settings(run: RunResult) -> dict[str, Any]:
     """What makes it this experiment: everything but seeds and how it was carried out."""
     return {
         key: value
-        for key, value in flat(run.config).items()
+        for key, value in flat({**run.config, "topology": run.topology_options}).items()
         if key.rsplit(".", 1)[-1] != "seed"
+        and not key.startswith("overrides.")
         and not (key.startswith("run.") and key.split(".")[1] in _NOT_THE_EXPERIMENT)
     }
 
 
 def _identity(run: RunResult) -> str:
-    return json.dumps(_settings(run), sort_keys=True, default=str)
+    return json.dumps(settings(run), sort_keys=True, default=str)
 
 
 def _labels(runs: list[RunResult]) -> list[str]:
     """The method's name, and what sets it apart where a method comes more than once."""
     labels = []
     for run in runs:
-        same = [_settings(other) for other in runs if other.method == run.method]
-        mine = _settings(run)
+        same = [settings(other) for other in runs if other.method == run.method]
+        mine = settings(run)
         keys = sorted({key for other in same for key in {**other, **mine}})
         apart = [key for key in keys if any(other.get(key) != mine.get(key) for other in same)]
         words = ", ".join(_words(key, mine[key]) for key in apart if key in mine)

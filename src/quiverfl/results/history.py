@@ -34,6 +34,8 @@ class RunResult:
     path: Path
     version: str
     config: Mapping[str, Any]
+    topology_options: Mapping[str, Any]
+    """The topology that was used: its name and its options, with nothing left to "auto"."""
     environment: Mapping[str, Any]
     history: pd.DataFrame
     """round, stage, client and one column per metric."""
@@ -52,7 +54,7 @@ class RunResult:
 
     @cached_property
     def topology(self) -> str:
-        return str(self._section("topology").get("name", "unknown"))
+        return str(self.topology_options.get("name", "unknown"))
 
     @cached_property
     def seed(self) -> int:
@@ -71,7 +73,7 @@ class RunResult:
     def clients(self) -> int:
         if len(self.history):
             return int(self.history["client"].max()) + 1
-        return int(self._section("data").get("clients", 0))
+        return int(self._section("data").get("clients") or 0)
 
     @cached_property
     def test_samples(self) -> pd.Series | None:
@@ -79,8 +81,7 @@ class RunResult:
         return None if self.test_counts is None else pd.Series(self.test_counts.sum(axis=1))
 
     def _section(self, name: str) -> Mapping[str, Any]:
-        section = self.config.get(name, {})
-        return section if isinstance(section, Mapping) else {}
+        return _mapping(self.config.get(name))
 
 
 def is_run(folder: Path) -> bool:
@@ -115,13 +116,15 @@ def read_run(folder: Path) -> RunResult:
     if not is_run(folder):
         raise QuiverError(f"{folder} is not a run folder: it has no config.json.")
     written = _read_json(folder / "config.json")
+    config = _mapping(written.get("config"))
     summary = _read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     train_counts, test_counts = _read_counts(folder / "partition.npz")
     environment = folder / "environment.json"
     return RunResult(
         path=folder,
         version=str(written.get("quiver", "unknown")),
-        config=written.get("config", {}),
+        config=config,
+        topology_options=_mapping(written.get("topology") or config.get("topology")),
         environment=_read_json(environment) if environment.exists() else {},
         history=_read_frame(folder, "history"),
         rounds=_read_frame(folder, "rounds"),
@@ -203,6 +206,10 @@ def _read_frame(folder: Path, name: str) -> pd.DataFrame:
         return build(read_lines(lines))
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise QuiverError(f"{lines} is not what a run writes: {problem!r}.") from problem
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _changed(path: Path) -> float:

@@ -31,7 +31,7 @@ _WEIGHTING_WORDS = {
 class EvaluationProtocol:
     """When a model is tested, which round counts and how clients are averaged.
 
-    `finetune` says in words what is trained on a copy before testing, None for nothing.
+    `finetune` says in words what is trained before testing ("5 epochs on a copy"), None: nothing.
     """
 
     stage: Stage = "local"
@@ -48,7 +48,7 @@ class EvaluationProtocol:
 
     def caption(self, metric: str = "accuracy") -> str:
         """One sentence for the foot of a table."""
-        tested = f"after {self.finetune} on a copy" if self.finetune else UNTUNED
+        tested = f"after fine-tuning ({self.finetune})" if self.finetune else UNTUNED
         return describe([self.stage], self.report, self.weighting, tested, metric)
 
     def record(self) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def _tested(groups: Sequence[Group]) -> str:
             tuned.setdefault(protocol.finetune, []).append(group.label)
     if not tuned:
         return UNTUNED
-    parts = [f"{', '.join(labels)} after {how} on a copy" for how, labels in tuned.items()]
+    parts = [f"{', '.join(labels)} after fine-tuning ({how})" for how, labels in tuned.items()]
     everybody = sum(len(labels) for labels in tuned.values()) == len(groups)
     return "; ".join(parts) + ("" if everybody else f"; the others {UNTUNED}")
 
