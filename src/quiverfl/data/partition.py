@@ -59,7 +59,7 @@ class Partition:
         return float(0.5 * np.abs(own - everyone).sum(axis=1).mean())
 
     def arrays(self) -> dict[str, Integers]:
-        """Flat arrays for a file: client i has train_indices[train_offsets[i]:train_offsets[i + 1]]."""
+        """As flat arrays, for a file: client i has indices[offsets[i]:offsets[i + 1]]."""
         arrays = {"train_counts": self.train_counts, "test_counts": self.test_counts}
         for part, shares in (("train", self.train), ("test", self.test)):
             arrays[f"{part}_indices"] = np.concatenate(shares).astype(np.int64)

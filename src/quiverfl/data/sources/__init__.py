@@ -1,1 +1,187 @@
-"""Where data sets come from: one file per format, each a function (…) → Dataset."""
+"""Where data sets come from: one file per format, and the table of them all.
+
+`load_dataset("cifar10", root="data")` is the one way in. A source is *embedded* (comes with the
+package), *official* (published files in a folder below the data root) or *own* (a path).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quiverfl.data.dataset import Dataset
+from quiverfl.data.sources.cache import FOLDER, cached
+from quiverfl.data.sources.cifar import read_cifar10, read_cifar100
+from quiverfl.data.sources.digits import load_digits
+from quiverfl.data.sources.fetch import Download
+from quiverfl.data.sources.folder import read_folder
+from quiverfl.data.sources.idx import FASHION_MNIST, MNIST, read_fashion_mnist, read_mnist
+from quiverfl.data.sources.npz import read_npz
+from quiverfl.data.sources.synthetic import load_synthetic
+from quiverfl.data.sources.table import read_table
+from quiverfl.data.sources.tiny_imagenet import read_tiny_imagenet
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.loading import check_options, is_reference, load_callable
+
+ROOT_VARIABLE = "QUIVER_DATA"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kind of data: how it is read, where its files are looked for, how they are had.
+
+    `read` takes the options alone (embedded) or the path first (official, own). `places` are
+    folders below the data root, the first that exists is read.
+    """
+
+    about: str
+    origin: Literal["embedded", "official", "own"]
+    read: Callable[..., Dataset]
+    places: tuple[str, ...] = ()
+    downloads: tuple[Download, ...] = ()
+
+
+CIFAR = "https://www.cs.toronto.edu/~kriz"
+OSSCI = "https://ossci-datasets.s3.amazonaws.com/mnist"
+FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+
+SOURCES: dict[str, Source] = {
+    "digits": Source("1,797 digits of 8×8 (scikit-learn)", "embedded", load_digits),
+    "synthetic": Source("Gaussian classes of any shape and size", "embedded", load_synthetic),
+    "cifar10": Source(
+        "60,000 images of 32×32, 10 classes",
+        "official",
+        read_cifar10,
+        ("cifar-10-batches-bin", "cifar-10-batches-py"),
+        (
+            Download(
+                f"{CIFAR}/cifar-10-binary.tar.gz",
+                "c32a1d4ab5d03f1284b67883e8d87530",
+                "cifar-10-batches-bin",
+            ),
+        ),
+    ),
+    "cifar100": Source(
+        "60,000 images of 32×32, 100 classes",
+        "official",
+        read_cifar100,
+        ("cifar-100-binary", "cifar-100-python"),
+        (
+            Download(
+                f"{CIFAR}/cifar-100-binary.tar.gz",
+                "03b5dce01913d631647c71ecec9e9cb8",
+                "cifar-100-binary",
+            ),
+        ),
+    ),
+    "tiny_imagenet": Source(
+        "110,000 images of 64×64, 200 classes",
+        "official",
+        read_tiny_imagenet,
+        ("tiny-imagenet-200",),
+        (
+            Download(
+                "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+                "90528d7ca1a48142e341f4ef8d21d0de",
+                "tiny-imagenet-200",
+            ),
+        ),
+    ),
+    "mnist": Source(
+        "70,000 digits of 28×28",
+        "official",
+        read_mnist,
+        ("mnist", "MNIST/raw"),
+        tuple(Download(f"{OSSCI}/{f}", md5, f"mnist/{f}", False) for f, md5 in MNIST.items()),
+    ),
+    "fashion_mnist": Source(
+        "70,000 pieces of clothing of 28×28",
+        "official",
+        read_fashion_mnist,
+        ("fashion-mnist", "FashionMNIST/raw"),
+        tuple(
+            Download(f"{FASHION}/{f}", md5, f"fashion-mnist/{f}", False)
+            for f, md5 in FASHION_MNIST.items()
+        ),
+    ),
+    "folder": Source("your images, one folder per class", "own", read_folder),
+    "npz": Source("your arrays x, y, perhaps owner", "own", read_npz),
+    "table": Source("your .parquet or .csv, perhaps with an owner column", "own", read_table),
+}
+
+
+def data_root(root: Path | str | None = None) -> Path:
+    """Where data sets lie: as given, else $QUIVER_DATA, else the folder `data`."""
+    return Path(root or os.environ.get(ROOT_VARIABLE) or "data").expanduser()
+
+
+def load_dataset(
+    name: str,
+    root: Path | str | None = None,
+    cache: Path | str | None = None,
+    path: Path | str | None = None,
+    **options: Any,
+) -> Dataset:
+    """A data set by its name in SOURCES, or one's own by `module:function`.
+
+    Files are read once and kept as arrays in `cache` (the folder .quiver-cache of the root unless
+    given). `path` is where one's own folder, .npz or table lies.
+    """
+    if is_reference(name):
+        return _own_code(name, options if path is None else {"path": path, **options})
+    source = find_source(name)
+    check_options(f"data {name!r}", source.read, options, given=("path", "folder"))
+    if source.origin == "embedded":
+        return source.read(**options)
+    top = data_root(root)
+    files = _own_path(name, path) if source.origin == "own" else official_place(name, top)
+    if files is None:
+        raise QuiverError(missing(name, top))
+    keep = top / FOLDER if cache is None else Path(cache).expanduser()
+    return cached(name, files, options, keep, lambda: source.read(files, **options))
+
+
+def find_source(name: str) -> Source:
+    if name not in SOURCES:
+        raise QuiverError(
+            f"unknown data {name!r}; {nearest(name, SOURCES)} Your own: module:function."
+        )
+    return SOURCES[name]
+
+
+def official_place(name: str, root: Path) -> Path | None:
+    """The folder that holds an official data set, if there is one."""
+    return next((root / p for p in SOURCES[name].places if (root / p).is_dir()), None)
+
+
+def missing(name: str, root: Path) -> str:
+    """What to do about an official data set that is not there."""
+    places = " or ".join(str(root / place) for place in SOURCES[name].places)
+    return (
+        f"{name} is not there: run 'quiver data fetch {name} --root {root}', or put its official "
+        f"files into {places}."
+    )
+
+
+def _own_path(name: str, path: Path | str | None) -> Path:
+    if path is None:
+        raise QuiverError(f"data {name!r} needs data.path: say where your files are.")
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise QuiverError(f"data.path = {str(path)!r}: there is no such file or folder.")
+    return found
+
+
+def _own_code(name: str, options: dict[str, Any]) -> Dataset:
+    function = load_callable(name)
+    check_options(f"data {name!r}", function, options)
+    dataset = function(**options)
+    if not isinstance(dataset, Dataset):
+        raise QuiverError(
+            f"data {name!r} returned a {type(dataset).__name__}: it must return a "
+            "quiverfl.data.dataset.Dataset."
+        )
+    return dataset

@@ -1,0 +1,115 @@
+"""A data set once read is kept as plain arrays and memory-mapped from then on.
+
+One folder per (data set, files, options), named by a fingerprint of the names, sizes and times of
+the files it was read from: changed files are read anew, and nothing is ever half-written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quiverfl.data.dataset import Dataset
+from quiverfl.data.sources.whole import whole
+from quiverfl.errors import QuiverError
+
+FOLDER = ".quiver-cache"
+VERSION = 1
+MAPPED = ("train_x", "test_x")
+LOADED = ("train_y", "test_y", "train_owner", "test_owner")
+
+
+def cached(
+    name: str,
+    files: Path,
+    options: Mapping[str, Any],
+    cache: Path,
+    read: Callable[[], Dataset],
+) -> Dataset:
+    """The data set from the cache; read and kept there first if it is not."""
+    folder = cache / f"{name}-{fingerprint(files, options)}"
+    if folder.exists():
+        try:
+            return load_arrays(folder)
+        except (OSError, ValueError, KeyError, TypeError):
+            # A file of the cache was damaged from outside: what it was made from is still there.
+            shutil.rmtree(folder)
+    dataset = read()
+    try:
+        with whole(folder) as draft:
+            save_arrays(dataset, draft)
+    except OSError as error:
+        warnings.warn(
+            f"{name} could not be cached in {cache} ({error}); it is read anew every time. "
+            "Set data.cache to a folder that can be written.",
+            stacklevel=2,
+        )
+        return dataset
+    return load_arrays(folder)
+
+
+def fingerprint(files: Path, options: Mapping[str, Any]) -> str:
+    """Of the names, sizes and times of a file or of all files below a folder, and the options."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(repr((VERSION, sorted(options.items()))).encode())
+    for entry in _entries(files):
+        digest.update(repr(entry).encode())
+    return digest.hexdigest()
+
+
+def _entries(files: Path) -> Iterator[tuple[str, int, int]]:
+    if files.is_file():
+        status = files.stat()
+        yield files.name, status.st_size, status.st_mtime_ns
+        return
+    with os.scandir(files) as scan:
+        entries = sorted(scan, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir():
+            if not entry.name.startswith("."):
+                for name, size, changed in _entries(Path(entry.path)):
+                    yield f"{entry.name}/{name}", size, changed
+        else:
+            status = entry.stat()
+            yield entry.name, status.st_size, status.st_mtime_ns
+
+
+def save_arrays(dataset: Dataset, folder: Path) -> None:
+    """The arrays as .npy files and the rest as JSON."""
+    folder.mkdir(parents=True)
+    for key in (*MAPPED, *LOADED):
+        array = getattr(dataset, key)
+        if array is not None:
+            np.save(folder / f"{key}.npy", array, allow_pickle=False)
+    facts = {
+        "name": dataset.name,
+        "classes": dataset.classes,
+        "class_names": dataset.class_names,
+        "mean": dataset.mean,
+        "std": dataset.std,
+        "owner_names": dataset.owner_names,
+    }
+    (folder / "dataset.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def load_arrays(folder: Path) -> Dataset:
+    """What `save_arrays` wrote; the inputs stay on disk and are mapped into memory."""
+    facts = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+    arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="r") for key in MAPPED}
+    for key in LOADED:
+        path = folder / f"{key}.npy"
+        arrays[key] = np.load(path, allow_pickle=False) if path.exists() else None
+    for key in ("class_names", "mean", "std", "owner_names"):
+        facts[key] = tuple(facts[key])
+    try:
+        return Dataset(**facts, **arrays)
+    except QuiverError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,46 @@
+"""Reading a file and making sure that it is the one it should be."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from quiverfl.errors import QuiverError
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file, or an error that names it."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise QuiverError(f"{path} is missing.") from None
+    except OSError as error:
+        raise QuiverError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def check_md5(path: Path, content: bytes, expected: str, remedy: str) -> None:
+    """Refuses content that is not the published file."""
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != expected:
+        raise QuiverError(
+            f"{path} has the wrong checksum (md5 {found}, published {expected}): it is damaged or "
+            f"was changed. {remedy}"
+        )
+
+
+def check_labels(path: Path, lowest: int, highest: int, classes: int) -> None:
+    """Refuses a file whose labels do not fit the number of classes."""
+    if lowest < 0 or highest >= classes:
+        label = lowest if lowest < 0 else highest
+        raise QuiverError(
+            f"{path} holds the label {label}, but there are {classes} classes, 0 … {classes - 1}: "
+            "it belongs to another data set or is damaged."
+        )
+
+
+def again(name: str) -> str:
+    """What to do about a file that is not the published one."""
+    return (
+        f"Delete it and run 'quiver data fetch {name}', or set data.verify = false if the change "
+        "was meant."
+    )

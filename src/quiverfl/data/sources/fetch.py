@@ -1,0 +1,145 @@
+"""Downloading the published archives: verified, unpacked safely, there as a whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from quiverfl.data.sources.whole import whole, workplace
+from quiverfl.errors import QuiverError
+
+CHUNK = 1 << 18
+TIMEOUT = 30
+
+Report = Callable[[str, int, int | None], None]
+"""(file, bytes so far, bytes in all where known), for a progress bar."""
+
+
+@dataclass(frozen=True)
+class Download:
+    """One published file. An archive is unpacked into the folder `place` that it holds; a plain
+    file is stored as `place`. Both are below the data root."""
+
+    url: str
+    md5: str
+    place: str
+    archive: bool = True
+
+    @property
+    def file(self) -> str:
+        return self.url.rsplit("/", 1)[1]
+
+
+def fetch(download: Download, root: Path, report: Report) -> bool:
+    """Has the file or folder in its place; False if it already was.
+
+    A copy of the archive that already lies in the root is used instead of the network.
+    """
+    final = root / download.place
+    if final.exists():
+        return False
+    if not download.archive:
+        with whole(final) as draft:
+            _download(download, draft, root, report)
+            _verify(draft, download, final)
+        return True
+    carried = root / download.file
+    with workplace(root) as folder:
+        archive = carried
+        if not carried.is_file():
+            archive = folder / download.file
+            _download(download, archive, root, report)
+        _verify(archive, download, carried)
+        with whole(final) as draft:
+            _unpack(archive, download, draft)
+    return True
+
+
+def _download(download: Download, to: Path, root: Path, report: Report) -> None:
+    try:
+        with urllib.request.urlopen(download.url, timeout=TIMEOUT) as reply, to.open("wb") as file:
+            announced = reply.headers.get("Content-Length")
+            size = int(announced) if announced else None
+            done = 0
+            report(download.file, done, size)
+            while chunk := reply.read(CHUNK):
+                file.write(chunk)
+                done += len(chunk)
+                report(download.file, done, size)
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise QuiverError(
+            f"{download.url} could not be downloaded ({reason}). {by_hand(download, root)}"
+        ) from error
+    if size is not None and done != size:
+        raise QuiverError(
+            f"{download.url}: the connection ended after {done} of {size} bytes. Run the command "
+            f"again. {by_hand(download, root)}"
+        )
+
+
+def by_hand(download: Download, root: Path) -> str:
+    """Which file to put where when there is no network."""
+    if not download.archive:
+        return f"Without a network: put the file there yourself as {root / download.place}."
+    return (
+        f"Without a network: copy {download.file} from elsewhere to {root / download.file} and run "
+        f"the command again, or unpack it yourself so that {root / download.place} is there."
+    )
+
+
+def _verify(path: Path, download: Download, shown: Path) -> None:
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    if digest.hexdigest() != download.md5:
+        raise QuiverError(
+            f"{shown} has the wrong checksum (md5 {digest.hexdigest()}, published {download.md5}): "
+            "the download is damaged or the published file has changed. Nothing was kept of it; "
+            "delete any copy of your own and run the command again."
+        )
+
+
+def _unpack(archive: Path, download: Download, draft: Path) -> None:
+    """Plain files below the one folder the archive should hold; anything else is refused."""
+    try:
+        for name, content in _members(archive):
+            parts = PurePosixPath(name).parts
+            if parts[:1] != (download.place,) or ".." in parts:
+                raise QuiverError(
+                    f"{archive.name} holds {name!r}, outside of {download.place}: not unpacked."
+                )
+            target = draft.joinpath(*parts[1:])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                shutil.copyfileobj(content, file)
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+        raise QuiverError(f"{archive.name} is not a readable archive ({error}).") from error
+    if not draft.is_dir():
+        raise QuiverError(f"{archive.name} holds no files.")
+
+
+def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as packed:
+            for info in packed.infolist():
+                if not info.is_dir():
+                    with packed.open(info) as content:
+                        yield info.filename, content
+        return
+    with tarfile.open(archive, "r:*") as tape:
+        for member in tape:
+            content_of = tape.extractfile(member) if member.isfile() else None
+            if content_of is not None:
+                yield member.name, content_of
+            elif not member.isdir():
+                raise QuiverError(f"{archive.name} holds {member.name!r}, which is no plain file.")

@@ -1,0 +1,93 @@
+"""From whatever arrays a person has to a Dataset: inputs, labels and owners of any type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
+from quiverfl.errors import QuiverError
+
+Values = npt.NDArray[Any]
+COLOURS = (1, 3, 4)
+
+
+def from_arrays(
+    name: str,
+    where: str,
+    train: tuple[Values, Values],
+    test: tuple[Values, Values],
+    owners: tuple[Values, Values] | None = None,
+    classes: int | None = None,
+) -> Dataset:
+    """A Dataset whose inputs are normalised by channel; `where` is the file, for messages."""
+    train_x, test_x = (as_inputs(where, x) for x, _ in (train, test))
+    train_y, test_y, class_names = as_labels(where, train[1], test[1], classes)
+    train_owner = test_owner = None
+    owner_names: tuple[str, ...] = ()
+    if owners is not None:
+        train_owner, test_owner, owner_names = _numbered(*owners)
+    mean, std = channel_statistics(train_x) if len(train_x) else ((), ())
+    return Dataset(
+        name=name,
+        train_x=train_x,
+        train_y=train_y,
+        test_x=test_x,
+        test_y=test_y,
+        classes=len(class_names),
+        class_names=class_names,
+        mean=mean,
+        std=std,
+        train_owner=train_owner,
+        test_owner=test_owner,
+        owner_names=owner_names,
+    )
+
+
+def as_inputs(where: str, x: Values) -> Inputs:
+    """Bytes with two or three sides are images, channels first in the end; the rest is float32."""
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.shape[3] in COLOURS and x.shape[1] not in COLOURS:
+            x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+        return x
+    if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_):
+        raise QuiverError(f"{where}: inputs are {x.dtype}; they must be numbers.")
+    if x.ndim < 2:
+        raise QuiverError(
+            f"{where}: inputs have the shape {list(x.shape)}; the first axis counts examples, so "
+            "there must be at least one more."
+        )
+    return np.ascontiguousarray(x, dtype=np.float32)
+
+
+def as_labels(
+    where: str, train: Values, test: Values, classes: int | None
+) -> tuple[Integers, Integers, tuple[str, ...]]:
+    """Whole numbers are labels as they stand; anything else is numbered in sorted order."""
+    for labels in (train, test):
+        if labels.ndim != 1:
+            raise QuiverError(f"{where}: labels have the shape {list(labels.shape)}, not [n].")
+    if np.issubdtype(train.dtype, np.integer):
+        first, second = train.astype(np.int64), test.astype(np.int64)
+        largest = max(int(part.max(initial=-1)) for part in (first, second))
+        count = largest + 1 if classes is None else classes
+        return first, second, tuple(str(label) for label in range(count))
+    if np.issubdtype(train.dtype, np.floating):
+        raise QuiverError(f"{where}: labels are {train.dtype}; use whole numbers or text.")
+    first, second, names = _numbered(train, test)
+    if classes is not None and len(names) != classes:
+        raise QuiverError(
+            f"{where} holds {len(names)} classes ({', '.join(names[:5])}, …), not data.classes = "
+            f"{classes}."
+        )
+    return first, second, names
+
+
+def _numbered(train: Values, test: Values) -> tuple[Integers, Integers, tuple[str, ...]]:
+    names, numbers = np.unique(np.concatenate([train, test]), return_inverse=True)
+    numbers = numbers.astype(np.int64)
+    return numbers[: len(train)], numbers[len(train) :], tuple(str(name) for name in names)
