@@ -62,8 +62,7 @@ class TopologyReport:
     rate: float | None  # q
     constant: float | None  # C
     spectral_gap: float | None  # 1 - |second eigenvalue|, of a fixed symmetric matrix
-    delta: float  # δ: smallest row sum of the products, which is the smallest μ
-    mu_low: float
+    mu_low: float  # over all clients and rounds, from μ = 1
     mu_high: float
     messages: float  # that cross the network in a round, mean
     busiest_messages: float  # in and out of the busiest client, or of the server, mean
@@ -76,9 +75,15 @@ class TopologyReport:
     def doubly_stochastic(self) -> bool:
         return self.row_stochastic and self.column_stochastic
 
+    @property
+    def delta(self) -> float:
+        """δ: the smallest row sum of the products. A row sum of Φ is μ = Φ1, so it is one of μ."""
+        return self.mu_low
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {**asdict(self), "doubly_stochastic": self.doubly_stochastic}
+        derived = {"doubly_stochastic": self.doubly_stochastic, "delta": self.delta}
+        return {**asdict(self), **derived}
 
 
 def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> TopologyReport:
@@ -115,7 +120,6 @@ def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> Top
         rate=rate,
         constant=constant,
         spectral_gap=gap,
-        delta=min(float(mass.min()) for mass in masses),
         mu_low=min(float(mass.min()) for mass in masses),
         mu_high=max(float(mass.max()) for mass in masses),
         messages=float(np.mean([total for total, _ in traffic])),

@@ -118,7 +118,7 @@ def _from_matrix(name: str, matrix: Any) -> Graph:
 def _square(name: str, matrix: Any) -> sparse.csr_array:
     shape = matrix.shape if hasattr(matrix, "shape") else np.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
-        raise QuiverError(f"{name}: a square matrix [clients, clients] is needed, got {shape}.")
+        raise QuiverError(f"{name}: a square matrix, clients × clients, is needed, got {shape}.")
     try:
         return sparse.csr_array(matrix)
     except (TypeError, ValueError) as problem:
