@@ -100,10 +100,14 @@ class Verdict(Enum):
 def portions(units: int, parts: Mapping[str, int], home: int) -> dict[str, int]:
     """Integer shares of the mass; what does not divide stays home.
 
-    With equal parts, k receivers and oneself, this is units // (k + 1).
+    With equal parts, k receivers and oneself, this is units // (k + 1). With home = 0, which is how
+    a peer leaves, nothing stays: the first receiver takes the remainder as well.
     """
     total = sum(parts.values()) + home
-    return {receiver: units * part // total for receiver, part in parts.items()}
+    shares = {receiver: units * part // total for receiver, part in parts.items()}
+    if home == 0:
+        shares[next(iter(parts))] += units - sum(shares.values())
+    return shares
 
 
 def as_parts(weights: Mapping[str, float]) -> dict[str, int]:

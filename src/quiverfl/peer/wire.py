@@ -68,6 +68,7 @@ class Greeting(_Control):
 
     hello: Hello | None = None
     refusal: Sentence = ""
+    certificate: Annotated[str, StringConstraints(max_length=4000)] = ""
     signature: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,200}$")] = ""
 
 

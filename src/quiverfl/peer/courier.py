@@ -1,0 +1,271 @@
+"""What goes out: one courier per neighbour, who tries until the share is acknowledged.
+
+A time-out proves nothing, so it changes nothing: the same bytes go out again, after a jittered
+pause, until the receiver has said `applied` or `refused`; both are durable at its side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer import identity
+from quiverfl.peer.books import Books
+from quiverfl.peer.identity import Identity
+from quiverfl.peer.ledger import Transfer
+from quiverfl.peer.roster import LiveRoster
+from quiverfl.peer.store import Trace
+from quiverfl.peer.tally import Log, Tally
+from quiverfl.peer.terms import Limits, Terms, older_than_remembered
+from quiverfl.peer.wire import (
+    CHUNK,
+    PROTOCOL,
+    SERVICE,
+    Announcement,
+    Greeting,
+    Hello,
+    Reply,
+    decode,
+    encode,
+    frames,
+)
+
+LARGEST_FRAME = CHUNK + 1024
+
+
+class Unreachable(Exception):
+    """Not now: try again later. Nothing is known about what the other side did."""
+
+
+def open_channel(address: str, name: str, identity: Identity, keepalive: float = 20.0) -> Any:
+    """A mutually authenticated connection that accepts only a certificate for this name."""
+    credentials = grpc.ssl_channel_credentials(
+        identity.authority, identity.key, identity.certificate
+    )
+    milliseconds = int(keepalive * 1000)
+    options = [
+        ("grpc.ssl_target_name_override", name),
+        ("grpc.max_receive_message_length", LARGEST_FRAME),
+        ("grpc.max_send_message_length", LARGEST_FRAME),
+        ("grpc.keepalive_time_ms", milliseconds),
+        ("grpc.keepalive_timeout_ms", milliseconds),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def hello_to(
+    peer: str, terms: Terms, books: Books, incarnation: str, leaving: bool, finished: bool
+) -> Hello:
+    link = books.accounts.link(peer)
+    return Hello(
+        protocol=PROTOCOL,
+        run=terms.run,
+        configuration=terms.configuration,
+        manifest=terms.manifest.hash,
+        sender=terms.name,
+        receiver=peer,
+        incarnation=incarnation,
+        nonce=secrets.token_hex(32),
+        sent=link.sent,
+        acknowledged=link.sent - (1 if link.outbox else 0),
+        received=link.received,
+        leaving=leaving,
+        finished=finished,
+    )
+
+
+class Courier:
+    """The sending half of one link."""
+
+    def __init__(
+        self,
+        peer: str,
+        *,
+        books: Books,
+        terms: Terms,
+        limits: Limits,
+        roster: LiveRoster,
+        identity: Callable[[], Identity],
+        incarnation: str,
+        payload: Callable[[str], bytes],
+        on_greeting: Callable[[Hello], Awaitable[None]],
+        tally: Tally,
+        log: Log,
+        trace: Trace,
+    ) -> None:
+        self.peer = peer
+        self._books, self._terms, self._limits, self._roster = books, terms, limits, roster
+        self._identity, self._incarnation, self._payload = identity, incarnation, payload
+        self._on_greeting, self._tally, self._log, self._trace = on_greeting, tally, log, trace
+        self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
+        self._greeted = False
+        self._wake = asyncio.Event()
+        self._chance = random.Random(secrets.randbits(64))  # jitter must differ between peers
+        self.refund: Transfer | None = None
+        self.leaving = self.finished = False
+        self.problem = ""
+
+    def wake(self) -> None:
+        """There is something to send, or the neighbour has just been heard: try now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Deliver whatever is in the outbox, for ever."""
+        pause = self._limits.retry_first
+        while True:
+            transfer = self._books.accounts.link(self.peer).outbox
+            if transfer is None or self.refund is not None:
+                await self._rest(None)
+                continue
+            try:
+                await self._attempt(transfer)
+                pause, self.problem = self._limits.retry_first, ""
+            except Unreachable as problem:
+                self._tally.add("retries")
+                self.problem = str(problem)
+                self._log("retry", to=self.peer, seq=transfer.seq, reason=str(problem))
+                await self._disconnect()
+                await self._rest(pause * self._chance.uniform(0.5, 1.0))
+                pause = min(pause * 2, self._limits.retry_cap)
+
+    async def _rest(self, seconds: float | None) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    async def close(self) -> None:
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        channel, self._channel, self._greeted = self._channel, None, False
+        if channel is not None:
+            await channel.close()
+
+    def _connected(self) -> Any:
+        if self._channel is None:
+            address = self._roster.refresh().member(self.peer).address
+            self._channel = open_channel(
+                address, self.peer, self._identity(), self._limits.keepalive_seconds
+            )
+        return self._channel
+
+    async def hello(self, timeout: float = 5.0) -> Hello:
+        """Introduce this peer; what the neighbour says of itself."""
+        hello = hello_to(
+            self.peer, self._terms, self._books, self._incarnation, self.leaving, self.finished
+        )
+        call = self._connected().unary_unary(f"/{SERVICE}/Hello")
+        try:
+            answer = await call(self._tally.sent(encode(hello)), timeout=timeout)
+        except grpc.aio.AioRpcError as problem:
+            raise Unreachable(f"{problem.code().name}: {problem.details()}") from None
+        return await self._understood(hello, decode(Greeting, answer))
+
+    async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
+        if greeting.hello is None:
+            raise Unreachable(f"{self.peer} refuses: {greeting.refusal}")
+        pem = greeting.certificate.encode()
+        try:
+            genuine = self._roster.refresh().identify(pem) == self.peer
+        except QuiverError as problem:
+            raise Unreachable(f"{self.peer} is not itself: {problem}") from None
+        if not genuine or not identity.signed_by(
+            identity.parse(pem), greeting.signature, signed_text(hello, greeting.hello)
+        ):
+            raise Unreachable(f"{self.peer} is not itself: its signature does not fit its key")
+        difference = self._terms.difference(greeting.hello)
+        if difference:
+            raise Unreachable(difference)
+        self._greeted = True
+        await self._on_greeting(greeting.hello)
+        return greeting.hello
+
+    async def _attempt(self, transfer: Transfer) -> None:
+        if not self._greeted:
+            await self.hello()
+        call = self._connected().stream_stream(f"/{SERVICE}/Push")()
+        try:
+            await self._converse(call, transfer)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as problem:
+            text = problem.details() if isinstance(problem, grpc.aio.AioRpcError) else "cut"
+            raise Unreachable(f"connection lost: {text}") from None
+        except TimeoutError:
+            raise Unreachable("no answer") from None
+        finally:
+            call.cancel()
+
+    async def _converse(self, call: Any, transfer: Transfer) -> None:
+        announcement = Announcement(
+            agreement=self._terms.agreement,
+            sender=transfer.sender,
+            receiver=transfer.receiver,
+            incarnation=self._incarnation,
+            seq=transfer.seq,
+            round=transfer.round,
+            units=transfer.units,
+            nbytes=self._terms.manifest.nbytes,
+            digest=transfer.digest,
+        )
+        self._trace("before send")
+        await call.write(self._tally.sent(encode(announcement)))
+        reply = await self._reply(call, self._limits.idle_seconds)
+        if reply.word == "proceed":
+            payload = await asyncio.to_thread(self._payload, transfer.digest)
+            for frame in frames(payload):
+                writing = call.write(self._tally.sent(frame))
+                await asyncio.wait_for(writing, self._limits.idle_seconds)
+            self._trace("after send")
+            reply = await self._reply(call, self._limits.idle_seconds)
+        if reply.word == "staged":
+            reply = await self._reply(call, None)  # keep-alive notices a dead neighbour
+        await self._conclude(reply, transfer)
+
+    async def _reply(self, call: Any, seconds: float | None) -> Reply:
+        frame = await asyncio.wait_for(call.read(), seconds)
+        if not isinstance(frame, bytes):  # grpc.aio.EOF
+            raise Unreachable("the neighbour closed the stream")
+        return decode(Reply, frame)
+
+    async def _conclude(self, reply: Reply, transfer: Transfer) -> None:
+        if reply.word == "applied":
+            await self._books.acknowledge(transfer)
+            self._tally.add("transfers")
+        elif reply.word == "refused":
+            self._log.alarm("refused", to=self.peer, seq=transfer.seq, reason=reply.reason)
+            self.refund = transfer
+        elif reply.word == "denied":
+            self._tally.add("alarms")
+            self._log.alarm("denied", to=self.peer, seq=transfer.seq, reason=reply.reason)
+            raise Unreachable(f"denied: {reply.reason}")
+        else:
+            raise Unreachable(f"{reply.word}: {reply.reason}")
+
+
+def signed_text(asked: Hello, answered: Hello) -> bytes:
+    """What a greeting's signature covers: both sides' words, with the asker's fresh nonce."""
+    return b"quiver greeting\0" + encode(asked) + encode(answered)
+
+
+def self_check(name: str, books: Books, hello: Hello) -> None:
+    """Stop before an old store counts mass again that has moved on."""
+    problem = older_than_remembered(name, books.accounts.link(hello.sender), hello)
+    if problem:
+        raise RestoredBackup(problem)
+
+
+class RestoredBackup(QuiverError):
+    """This peer's store is older than what its neighbours remember of it."""

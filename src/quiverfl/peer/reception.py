@@ -1,0 +1,194 @@
+"""What comes in: announcements judged, bodies checked and staged, acknowledged after the commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+from quiverfl.peer import ledger
+from quiverfl.peer.books import Books
+from quiverfl.peer.ledger import UNIT, Transfer, Verdict
+from quiverfl.peer.manifest import Leaves, finite, norm, total
+from quiverfl.peer.store import Trace
+from quiverfl.peer.tally import Log, Tally
+from quiverfl.peer.terms import Limits, Terms
+from quiverfl.peer.wire import Announcement, Assembly, Reply, WireError, Word, decode
+
+Answer = Callable[[Reply], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Staged:
+    transfer: Transfer
+    message: Leaves
+
+
+class Reception:
+    """The receiving half of all links."""
+
+    def __init__(
+        self, books: Books, terms: Terms, limits: Limits, tally: Tally, log: Log, trace: Trace
+    ) -> None:
+        self._books, self._terms, self._limits = books, terms, limits
+        self._tally, self._log, self._trace = tally, log, trace
+        self._bodies = asyncio.Semaphore(limits.bodies)
+        self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self.staged: dict[str, Staged] = {}
+        self.heard: dict[str, int] = {}  # the latest round announced by each neighbour
+        self.changed = asyncio.Event()
+
+    async def push(self, sender: str, frames: AsyncIterator[bytes], answer: Answer) -> None:
+        """One attempt of a neighbour to deliver one share."""
+        try:
+            announcement = decode(Announcement, await self._next(frames))
+            await self._handle(sender, announcement, frames, answer)
+        except WireError as problem:
+            self._tally.refused(problem.kind)
+            self._log("refused", sender=sender, reason=problem.kind, detail=str(problem))
+            word: Word = "denied" if problem.kind in ("malformed", "oversize") else "retry"
+            await answer(Reply(word=word, reason=str(problem)[:1000]))
+
+    async def _next(self, frames: AsyncIterator[bytes]) -> bytes:
+        try:
+            frame = await asyncio.wait_for(anext(frames), self._limits.idle_seconds)
+        except StopAsyncIteration:
+            raise WireError("truncated", "the stream ended early.") from None
+        except TimeoutError:
+            raise WireError("idle", "no byte came for too long.") from None
+        self._tally.add("received_bytes", len(frame))
+        return frame
+
+    async def _handle(
+        self, sender: str, a: Announcement, frames: AsyncIterator[bytes], answer: Answer
+    ) -> None:
+        refusal = self._unacceptable(sender, a)
+        if refusal:
+            self._tally.refused(refusal.reason.partition(":")[0])
+            self._log("refused", sender=sender, seq=a.seq, reason=refusal.reason)
+            await answer(refusal)
+            return
+        transfer = Transfer(sender, a.receiver, a.seq, a.round, a.units, a.digest, 0.0)
+        verdict = self._judge(transfer)
+        if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):
+            self._tally.add("duplicates")
+        if verdict is Verdict.PROCEED:
+            verdict = await self._receive(transfer, frames, answer)
+        if verdict is Verdict.STAGED:
+            await answer(Reply(word="staged"))
+            await asyncio.shield(self._commit_of(transfer))
+            verdict = self._judge(transfer)
+            self._trace("before ack")
+        await self._conclude(verdict, transfer, answer)
+        self._trace("after ack")
+
+    def _unacceptable(self, sender: str, a: Announcement) -> Reply | None:
+        """Reasons that need neither the body nor the books."""
+        link = self._books.accounts.link(sender)
+        if a.sender != sender:
+            return Reply(word="denied", reason=f"impostor: {sender} announced as {a.sender}")
+        if a.receiver != self._terms.name:
+            return Reply(word="denied", reason=f"misdelivered: this is {self._terms.name}")
+        if a.agreement != self._terms.agreement:
+            return Reply(word="denied", reason="agreement: another run, configuration or manifest")
+        if a.nbytes != self._terms.manifest.nbytes:
+            return Reply(word="denied", reason=f"size: {a.nbytes} bytes are not the manifest's")
+        if not link.incarnation:
+            return Reply(word="retry", reason="stranger: say hello first")
+        if a.incarnation != link.incarnation:
+            return Reply(word="denied", reason="incarnation: another store than the one met")
+        return None
+
+    def _judge(self, transfer: Transfer) -> Verdict:
+        staged = {sender: entry.transfer for sender, entry in self.staged.items()}
+        return ledger.judge(self._books.accounts, staged, transfer)
+
+    def _commit_of(self, transfer: Transfer) -> asyncio.Future[None]:
+        key = (transfer.sender, transfer.seq)
+        if key not in self._commits:
+            self._commits[key] = asyncio.get_running_loop().create_future()
+        return self._commits[key]
+
+    async def _receive(
+        self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
+    ) -> Verdict:
+        """Take the body in; afterwards it is staged, or refused for good."""
+        if len(self.staged) >= self._limits.staged:
+            raise WireError("busy", "too many shares wait for the next commit; try again later.")
+        async with self._bodies:
+            await answer(Reply(word="proceed"))
+            assembly = Assembly(self._terms.manifest.nbytes, transfer.digest)
+            while not assembly.complete:
+                assembly.add(await self._next(frames))
+            message = self._terms.manifest.unpack(assembly.payload())
+        own = self._books.memory.message
+        reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
+        transfer = Transfer(*_identified(transfer), value)
+        verdict = self._judge(transfer)  # another stream may have been faster
+        if verdict is not Verdict.PROCEED:
+            return verdict
+        if reason:
+            await self._books.bury(transfer, reason)
+            self._tally.refused(reason)
+            self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
+            return Verdict.REFUSED
+        self.staged[transfer.sender] = Staged(transfer, message)
+        self.heard[transfer.sender] = transfer.round
+        self.changed.set()
+        return Verdict.STAGED
+
+    def _examine(self, transfer: Transfer, message: Leaves, own: Leaves) -> tuple[str, float]:
+        """(why this content is refused, or nothing; the sum of its numbers)."""
+        if not finite(message):
+            return "not finite", 0.0
+        if transfer.units > self._limits.mass_cap:
+            return "mass above the cap", total(message)
+        if self._limits.outlier != "off":
+            here = norm(own) / max(self._books.mass, 1e-12)
+            there = norm(message) / (transfer.units / UNIT)
+            if there > self._limits.outlier_factor * here:
+                self._log.alarm("outlier", **_coordinates(transfer), norm=there, own=here)
+                self._tally.add("alarms")
+                if self._limits.outlier == "refuse":
+                    return "outlier", total(message)
+        return "", total(message)
+
+    async def _conclude(self, verdict: Verdict, transfer: Transfer, answer: Answer) -> None:
+        where = _coordinates(transfer)
+        if verdict is Verdict.APPLIED:
+            await answer(Reply(word="applied"))
+        elif verdict is Verdict.REFUSED:
+            reason = self._books.accounts.link(transfer.sender).refusal
+            await answer(Reply(word="refused", reason=reason))
+        elif verdict is Verdict.PROCEED:  # staged, then lost with a rolled-back commit
+            await answer(Reply(word="retry", reason="rolled back"))
+        else:
+            self._tally.refused(verdict.value)
+            self._tally.add("alarms")
+            self._log.alarm("transfer refused", **where, reason=verdict.value)
+            await answer(Reply(word="denied", reason=verdict.value))
+
+    def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
+        """Staged shares in sender order; in sync mode those of rounds that are over."""
+        chosen = [
+            entry
+            for _, entry in sorted(self.staged.items())
+            if up_to is None or entry.transfer.round <= up_to
+        ]
+        return [(entry.transfer, entry.message) for entry in chosen]
+
+    def committed(self, transfers: list[Transfer]) -> None:
+        """These are durable now: their senders may be told."""
+        for transfer in transfers:
+            self.staged.pop(transfer.sender, None)
+            waiting = self._commits.pop((transfer.sender, transfer.seq), None)
+            if waiting and not waiting.done():
+                waiting.set_result(None)
+
+
+def _identified(t: Transfer) -> tuple[str, str, int, int, int, str]:
+    return t.sender, t.receiver, t.seq, t.round, t.units, t.digest
+
+
+def _coordinates(transfer: Transfer) -> dict[str, object]:
+    return {"sender": transfer.sender, "seq": transfer.seq, "round": transfer.round}
