@@ -6,7 +6,8 @@ repetition within a client. Test examples may be shared between clients; trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
     "iid": sharing.iid,
     "natural": sharing.natural,
 }
+GIVEN = ("dataset", "clients", "samples", "seed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +88,8 @@ def partition(
     number of clients). `validation` sets that share of every client's training examples aside as
     its test set and leaves the data set's own test examples untouched: for tuning.
     """
-    if name not in PARTITIONS:
-        raise QuiverError(f"unknown partition {name!r}; {nearest(name, PARTITIONS)}")
-    share_out = PARTITIONS[name]
-    given = ("dataset", "clients", "samples", "seed")
-    check_options(f"partition {name!r}", share_out, options, given)
-    train = share_out(dataset, clients, samples_per_client, seed, **options)
+    settings = partition_options(name, options)
+    train = PARTITIONS[name](dataset, clients, samples_per_client, seed, **settings)
     if validation is not None:
         return _hold_out(dataset, train, validation, seed)
     if test_per_client is not None and test_per_client < 1:
@@ -103,6 +101,16 @@ def partition(
     else:
         test = _test_like_train(dataset, train, test_per_client, seed)
     return _partition(dataset, train, test, held_out=False)
+
+
+def partition_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a partition with their defaults filled in; an unknown one is refused."""
+    if name not in PARTITIONS:
+        raise QuiverError(f"unknown partition {name!r}; {nearest(name, PARTITIONS)}")
+    check_options(f"partition {name!r}", PARTITIONS[name], options, given=GIVEN)
+    parameters = inspect.signature(PARTITIONS[name]).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.name not in GIVEN}
+    return defaults | dict(options)
 
 
 def _partition(

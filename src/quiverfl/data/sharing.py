@@ -134,7 +134,7 @@ def natural(dataset: Dataset, clients: int | None, samples: int | None, seed: in
     if dataset.train_owner is None:
         raise QuiverError(
             f"partition 'natural' needs data that says whose each example is, and {dataset.name} "
-            "does not: use a table with data.owner = COLUMN, or another partition."
+            "does not: use a table with data.options.owner = COLUMN, or another partition."
         )
     chosen = owners(dataset, clients, seed)
     held = rows_by_owner(dataset.train_owner, chosen)

@@ -16,7 +16,7 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.data.sources.cache import FOLDER, cached
 from quiverfl.data.sources.cifar import read_cifar10, read_cifar100
 from quiverfl.data.sources.digits import load_digits
-from quiverfl.data.sources.fetch import Download
+from quiverfl.data.sources.fetch import Download, is_there
 from quiverfl.data.sources.folder import read_folder
 from quiverfl.data.sources.idx import FASHION_MNIST, MNIST, read_fashion_mnist, read_mnist
 from quiverfl.data.sources.npz import read_npz
@@ -154,7 +154,7 @@ def find_source(name: str) -> Source:
 
 def official_place(name: str, root: Path) -> Path | None:
     """The folder that holds an official data set, if there is one."""
-    return next((root / p for p in SOURCES[name].places if (root / p).is_dir()), None)
+    return next((root / p for p in SOURCES[name].places if is_there(root / p)), None)
 
 
 def missing(name: str, root: Path) -> str:
@@ -168,10 +168,10 @@ def missing(name: str, root: Path) -> str:
 
 def _own_path(name: str, path: Path | str | None) -> Path:
     if path is None:
-        raise QuiverError(f"data {name!r} needs data.path: say where your files are.")
+        raise QuiverError(f"data {name!r} needs data.options.path: say where your files are.")
     found = Path(path).expanduser()
     if not found.exists():
-        raise QuiverError(f"data.path = {str(path)!r}: there is no such file or folder.")
+        raise QuiverError(f"data.options.path = {str(path)!r}: there is no such file or folder.")
     return found
 
 

@@ -49,7 +49,7 @@ def cached(
     except OSError as error:
         warnings.warn(
             f"{name} could not be cached in {cache} ({error}); it is read anew every time. "
-            "Set data.cache to a folder that can be written.",
+            "Set data.options.cache to a folder that can be written.",
             stacklevel=2,
         )
         return dataset

@@ -41,6 +41,6 @@ def check_labels(path: Path, lowest: int, highest: int, classes: int) -> None:
 def again(name: str) -> str:
     """What to do about a file that is not the published one."""
     return (
-        f"Delete it and run 'quiver data fetch {name}', or set data.verify = false if the change "
-        "was meant."
+        f"Delete it and run 'quiver data fetch {name}', or set data.options.verify = false if the "
+        "change was meant."
     )

@@ -8,7 +8,7 @@ import tarfile
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -25,7 +25,7 @@ Report = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class Download:
-    """One published file. An archive is unpacked into the folder `place` that it holds; a plain
+    """One published file. An archive is unpacked to the folder `place` that it holds; any other
     file is stored as `place`. Both are below the data root."""
 
     url: str
@@ -38,62 +38,72 @@ class Download:
         return self.url.rsplit("/", 1)[1]
 
 
-def fetch(download: Download, root: Path, report: Report) -> bool:
-    """Has the file or folder in its place; False if it already was.
+def fetch(downloads: Sequence[Download], root: Path, report: Report) -> bool:
+    """Has all files or folders in their places; False if they already were."""
+    missing = [download for download in downloads if not is_there(root / download.place)]
+    for download in missing:
+        try:
+            _fetch(download, root, report)
+        except (urllib.error.URLError, OSError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise QuiverError(
+                f"{download.url} could not be fetched ({reason}). {by_hand(downloads, root)}"
+            ) from error
+    return bool(missing)
 
-    A copy of the archive that already lies in the root is used instead of the network.
-    """
+
+def is_there(place: Path) -> bool:
+    """A file, or a folder that holds something; what Quiver is still writing does not count."""
+    if place.is_dir():
+        return any(not path.name.startswith(".") for path in place.iterdir())
+    return place.exists()
+
+
+def by_hand(downloads: Sequence[Download], root: Path) -> str:
+    """Which files to put where when there is no network."""
+    if not downloads[0].archive:
+        places = ", ".join(str(root / download.place) for download in downloads)
+        address = downloads[0].url.rsplit("/", 1)[0]
+        return f"Without a network: bring these files from {address} yourself: {places}."
+    download = downloads[0]
+    return (
+        f"Without a network: bring {download.file} from elsewhere, put it at "
+        f"{root / download.file} and run the command again (or unpack it yourself so that "
+        f"{root / download.place} is there)."
+    )
+
+
+def _fetch(download: Download, root: Path, report: Report) -> None:
+    """A copy of an archive that already lies in the root is used instead of the network."""
     final = root / download.place
-    if final.exists():
-        return False
     if not download.archive:
         with whole(final) as draft:
-            _download(download, draft, root, report)
+            _download(download, draft, report)
             _verify(draft, download, final)
-        return True
+        return
     carried = root / download.file
     with workplace(root) as folder:
         archive = carried
         if not carried.is_file():
             archive = folder / download.file
-            _download(download, archive, root, report)
+            _download(download, archive, report)
         _verify(archive, download, carried)
         with whole(final) as draft:
             _unpack(archive, download, draft)
-    return True
 
 
-def _download(download: Download, to: Path, root: Path, report: Report) -> None:
-    try:
-        with urllib.request.urlopen(download.url, timeout=TIMEOUT) as reply, to.open("wb") as file:
-            announced = reply.headers.get("Content-Length")
-            size = int(announced) if announced else None
-            done = 0
+def _download(download: Download, to: Path, report: Report) -> None:
+    with urllib.request.urlopen(download.url, timeout=TIMEOUT) as reply, to.open("wb") as file:
+        announced = reply.headers.get("Content-Length")
+        size = int(announced) if announced else None
+        done = 0
+        report(download.file, done, size)
+        while chunk := reply.read(CHUNK):
+            file.write(chunk)
+            done += len(chunk)
             report(download.file, done, size)
-            while chunk := reply.read(CHUNK):
-                file.write(chunk)
-                done += len(chunk)
-                report(download.file, done, size)
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise QuiverError(
-            f"{download.url} could not be downloaded ({reason}). {by_hand(download, root)}"
-        ) from error
     if size is not None and done != size:
-        raise QuiverError(
-            f"{download.url}: the connection ended after {done} of {size} bytes. Run the command "
-            f"again. {by_hand(download, root)}"
-        )
-
-
-def by_hand(download: Download, root: Path) -> str:
-    """Which file to put where when there is no network."""
-    if not download.archive:
-        return f"Without a network: put the file there yourself as {root / download.place}."
-    return (
-        f"Without a network: copy {download.file} from elsewhere to {root / download.file} and run "
-        f"the command again, or unpack it yourself so that {root / download.place} is there."
-    )
+        raise ConnectionError(f"the connection ended after {done:,} of {size:,} bytes")
 
 
 def _verify(path: Path, download: Download, shown: Path) -> None:

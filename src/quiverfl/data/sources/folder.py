@@ -22,7 +22,7 @@ def read_folder(
 ) -> Dataset:
     """`size` brings all images to one size: a side, or (height, width). `color`: rgb or grey."""
     if color not in MODES:
-        raise QuiverError(f"data.color = {color!r}; {nearest(color, MODES)}")
+        raise QuiverError(f"data.options.color = {color!r}; {nearest(color, MODES)}")
     shape = _size(size)
     if (path / "train").is_dir():
         names = _class_names(path / "train", classes)
@@ -42,7 +42,7 @@ def _size(size: int | Sequence[int] | None) -> tuple[int, int] | None:
         return None
     sides = (size, size) if isinstance(size, int) else tuple(size)
     if len(sides) != 2 or min(sides) < 1:
-        raise QuiverError(f"data.size = {size}: give one side, or height and width.")
+        raise QuiverError(f"data.options.size = {size}: give one side, or height and width.")
     return sides[0], sides[1]
 
 
@@ -54,7 +54,7 @@ def _class_names(folder: Path, classes: int | None) -> tuple[str, ...]:
         raise QuiverError(f"{folder} is empty: it should hold one folder of images per class.")
     if classes is not None and len(names) != classes:
         raise QuiverError(
-            f"{folder} holds {len(names)} classes, not data.classes = {classes}: "
+            f"{folder} holds {len(names)} classes, not data.options.classes = {classes}: "
             f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
         )
     return tuple(names)

@@ -46,8 +46,8 @@ def decode(
         if image.shape != first.shape:
             raise QuiverError(
                 f"{paths[number]} is {image.shape[1]}×{image.shape[2]}, {paths[0]} is "
-                f"{first.shape[1]}×{first.shape[2]} (height × width): set data.size to bring all "
-                "images to one size."
+                f"{first.shape[1]}×{first.shape[2]} (height × width): set data.options.size to "
+                "bring all images to one size."
             )
         images[number] = image
 

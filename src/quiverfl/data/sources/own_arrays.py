@@ -81,8 +81,8 @@ def as_labels(
     first, second, names = _numbered(train, test)
     if classes is not None and len(names) != classes:
         raise QuiverError(
-            f"{where} holds {len(names)} classes ({', '.join(names[:5])}, …), not data.classes = "
-            f"{classes}."
+            f"{where} holds {len(names)} classes ({', '.join(names[:5])}, …), not "
+            f"data.options.classes = {classes}."
         )
     return first, second, names
 

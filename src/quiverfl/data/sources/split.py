@@ -15,7 +15,7 @@ def train_and_test(labels: Integers, test_share: float) -> tuple[Integers, Integ
     The split belongs to the data set, not to an experiment, so it does not depend on its seed.
     """
     if not 0 <= test_share < 1:
-        raise QuiverError(f"data.test_share = {test_share}: it must be in [0, 1).")
+        raise QuiverError(f"data.options.test_share = {test_share}: it must be in [0, 1).")
     test: list[Integers] = []
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)

@@ -28,11 +28,13 @@ def load_synthetic(
     """
     for name, value in {"classes": classes, "train": train}.items():
         if value < 1:
-            raise QuiverError(f"data.{name} = {value}: it must be at least 1.")
+            raise QuiverError(f"data.options.{name} = {value}: it must be at least 1.")
     if not shape or min(shape) < 1:
-        raise QuiverError(f"data.shape = {list(shape)}: every side must be at least 1.")
+        raise QuiverError(f"data.options.shape = {list(shape)}: every side must be at least 1.")
     if test < 0 or spread < 0:
-        raise QuiverError(f"data.test = {test}, data.spread = {spread}: neither may be negative.")
+        raise QuiverError(
+            f"data.options.test = {test}, data.options.spread = {spread}: neither may be negative."
+        )
     size = int(np.prod(shape))
     scale = DISTANCE / np.sqrt(2 * size)
     centres = scale * stream(data_seed, "synthetic-centres").standard_normal((classes, size))

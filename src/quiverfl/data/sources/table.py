@@ -96,7 +96,7 @@ def _feature_columns(
     for column in columns:
         _check_column(path, table, column)
     if not columns:
-        raise QuiverError(f"{path} has no column left for the inputs: set data.features.")
+        raise QuiverError(f"{path} has no column left for the inputs: set data.options.features.")
     return columns
 
 
@@ -125,7 +125,7 @@ def _numbers(path: Path, table: pd.DataFrame, column: str) -> Values:
     if not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
         raise QuiverError(
             f"{path}, column {column!r} holds {values.dtype}, not numbers: name the columns of the "
-            "inputs with data.features."
+            "inputs with data.options.features."
         )
     return values
 

@@ -1,0 +1,237 @@
+"""`quiver data` lists and fetches data sets; `quiver partition show` looks at a partition."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from quiverfl.data.dataset import Dataset, Integers
+from quiverfl.data.partition import Partition, partition, partition_options
+from quiverfl.data.sources import (
+    SOURCES,
+    data_root,
+    find_source,
+    load_dataset,
+    official_place,
+)
+from quiverfl.data.sources.cache import FOLDER
+from quiverfl.data.sources.fetch import Report, fetch
+from quiverfl.errors import QuiverError
+
+app = typer.Typer(invoke_without_command=True, help="List and fetch data sets.")
+partition_app = typer.Typer(no_args_is_help=True, help="Look at a partition.")
+
+Root = Annotated[
+    Path | None,
+    typer.Option(help="Where data sets lie ($QUIVER_DATA or the folder data unless given)."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+SHADES = " ░▒▓█"
+SHOWN_CLIENTS = 20
+SHOWN_CLASSES = 50
+
+
+@app.callback()
+def data(context: typer.Context, root: Root = None, as_json: AsJson = False) -> None:
+    """List the data sets: where they are expected, whether they are there and cached."""
+    if context.invoked_subcommand is not None:
+        context.obj = root
+        return
+    top = data_root(root)
+    rows = [_described(name, top) for name in SOURCES]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        typer.echo(f"{row['name']:<14} {row['state']:<14} {row['where']}")
+        typer.echo(f"    {row['about']}")
+    typer.echo('Your own code: data.name = "module:function", a function that returns a Dataset.')
+
+
+@app.command("fetch")
+def fetch_command(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A data set that `quiver data` calls missing.")],
+    root: Root = None,
+) -> None:
+    """Download an official data set, verify its checksum and unpack it."""
+    source = find_source(name)
+    if not source.downloads:
+        raise QuiverError(
+            f"{name} has nothing to fetch: "
+            + ("it comes with Quiver." if source.origin == "embedded" else "it is your own data.")
+        )
+    top = data_root(root or context.obj)
+    with _progress() as report:
+        made = fetch(source.downloads, top, report)
+    place = official_place(name, top)
+    typer.echo(f"{name}: {'ready' if made else 'already there'} in {place}")
+
+
+@partition_app.command("show")
+def show(
+    data: Annotated[str, typer.Option(help="A name `quiver data` lists, or module:function.")],
+    partition_name: Annotated[
+        str,
+        typer.Option(
+            "--partition", help="dirichlet, dirichlet_by_class, pathological, iid or natural."
+        ),
+    ] = "dirichlet",
+    clients: Annotated[int | None, typer.Option(help="How many clients.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Of a Dirichlet partition.")] = None,
+    classes_per_client: Annotated[int | None, typer.Option(help="Of pathological.")] = None,
+    min_samples: Annotated[int | None, typer.Option(help="Of dirichlet_by_class.")] = None,
+    samples_per_client: Annotated[int | None, typer.Option(help="Take fewer than all.")] = None,
+    test_per_client: Annotated[int | None, typer.Option(help="Size of a test set.")] = None,
+    validation: Annotated[
+        float | None, typer.Option(help="Share of the training examples held out as test set.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the partition.")] = 0,
+    root: Root = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Of the data source, as key=value; repeatable.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the heat-map into this file: .png, .svg or .pdf.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sizes, labels per client, how unlike the clients are, and the heat-map."""
+    dataset = load_dataset(data, root, **_options(option or []))
+    given = {
+        "alpha": alpha,
+        "classes_per_client": classes_per_client,
+        "min_samples": min_samples,
+    }
+    options = {key: value for key, value in given.items() if value is not None}
+    shares = partition(
+        dataset,
+        partition_name,
+        clients,
+        seed,
+        samples_per_client=samples_per_client,
+        test_per_client=test_per_client,
+        validation=validation,
+        **options,
+    )
+    resolved = partition_options(partition_name, options)
+    told = [partition_name, *(f"{key} {value}" for key, value in resolved.items())]
+    title = f"{dataset.name}: {', '.join(told)}, {shares.clients} clients, seed {seed}"
+    if as_json:
+        typer.echo(json.dumps(_facts(shares, title), indent=2))
+    else:
+        _print_partition(shares, dataset, title)
+    if picture is not None:
+        from quiverfl.results.partition_picture import draw_partition
+
+        draw_partition(shares.train_counts, picture, title=title, class_names=dataset.class_names)
+        typer.echo(f"picture: {picture}", err=as_json)
+
+
+def _described(name: str, root: Path) -> dict[str, str]:
+    source = SOURCES[name]
+    row = {"name": name, "about": source.about, "origin": source.origin}
+    if source.origin == "embedded":
+        return row | {"where": "in the package", "state": "ready"}
+    if source.origin == "own":
+        return row | {"where": "data.options.path", "state": "yours"}
+    place = official_place(name, root)
+    cached = any((root / FOLDER).glob(f"{name}-*"))
+    state = "missing" if place is None else "there, cached" if cached else "there"
+    return row | {"where": str(place or root / source.places[0]), "state": state}
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar for every file; on anything but a terminal one line each."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+
+        def report(file: str, done: int, size: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = progress.add_task(file, total=size)
+            progress.update(tasks[file], completed=done)
+
+        yield report
+
+
+def _options(texts: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise QuiverError(f"--option {text!r}: write key=value, such as label=digit.")
+        try:
+            options[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            options[key] = value
+    return options
+
+
+def _facts(shares: Partition, title: str) -> dict[str, Any]:
+    return {
+        "partition": title,
+        "clients": shares.clients,
+        "heterogeneity": shares.heterogeneity(),
+        "train_sizes": shares.train_counts.sum(axis=1).tolist(),
+        "test_sizes": shares.test_counts.sum(axis=1).tolist(),
+        "labels_per_client": (shares.train_counts > 0).sum(axis=1).tolist(),
+        "train_counts": shares.train_counts.tolist(),
+        "test_counts": shares.test_counts.tolist(),
+        "test_from": "train" if shares.held_out else "test",
+    }
+
+
+def _print_partition(shares: Partition, dataset: Dataset, title: str) -> None:
+    counts = shares.train_counts
+    used, total = int(counts.sum()), len(dataset.train_y)
+    test = "held-out training" if shares.held_out else "test"
+    typer.echo(title)
+    typer.echo(f"training examples  {_spread(counts.sum(axis=1))}; {used:,} of {total:,} used")
+    typer.echo(f"{test + ' examples':<18} {_spread(shares.test_counts.sum(axis=1))}")
+    typer.echo(f"labels per client  {_spread((counts > 0).sum(axis=1))} of {dataset.classes}")
+    typer.echo(
+        f"heterogeneity      {shares.heterogeneity():.3f}, from 0 (all alike) towards 1: mean "
+        "total-variation distance from the whole"
+    )
+    if dataset.classes > SHOWN_CLASSES:
+        return
+    typer.echo("\nclient  size  test  labels  shares of the classes")
+    for client in range(min(shares.clients, SHOWN_CLIENTS)):
+        own = counts[client]
+        sizes = f"{own.sum():>6}{shares.test_counts[client].sum():>6}{(own > 0).sum():>8}"
+        typer.echo(f"{client:>6}{sizes}  |{_shaded(own)}|")
+    if shares.clients > SHOWN_CLIENTS:
+        typer.echo(f"… and {shares.clients - SHOWN_CLIENTS} more; --json or --picture show all.")
+
+
+def _shaded(own: Integers) -> str:
+    """One letter per class, the darker the larger its share; none only where there is nothing."""
+    level = np.ceil(np.sqrt(own / own.sum()) * (len(SHADES) - 1)).astype(int)
+    return "".join(SHADES[i] * 2 for i in level)
+
+
+def _spread(values: Integers) -> str:
+    low, high = int(values.min()), int(values.max())
+    if low == high:
+        return f"{low:,} each"
+    return f"{low:,} to {high:,}, median {np.median(values):,.0f}"
