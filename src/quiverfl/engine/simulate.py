@@ -71,9 +71,7 @@ class Run:
             raise QuiverError(
                 "the models before the last communication were not kept: pass keep_local=True."
             )
-        with torch.no_grad():
-            point = self._shard.model(row, stage)
-        return self._task.module(point)
+        return self._task.module(self._shard.model(row, stage))
 
     def state(self, client: int) -> ClientState:
         """The client's state; u and v as named tensors."""

@@ -1,0 +1,43 @@
+"""The command `quiver`: one module per group of commands, errors as one line."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+from rich.console import Console
+
+from quiverfl.cli import run
+from quiverfl.errors import Diverged, QuiverError
+
+app = typer.Typer(
+    help="Decentralized personalized federated learning over directed graphs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.run)
+app.command("resume")(run.resume)
+app.command("compare")(run.compare)
+app.command("methods")(run.methods)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 interrupted, 2 something to mend, 3 training diverged."""
+    errors = Console(stderr=True, highlight=False)
+    try:
+        app()
+    except Diverged as error:
+        errors.print(f"[red]diverged:[/red] {error}")
+        sys.exit(3)
+    except QuiverError as error:
+        errors.print(f"[red]error:[/red] {error}", markup=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        errors.print("interrupted; `quiver resume` goes on from the last checkpoint.")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""`quiver run`, `resume`, `compare`, `methods`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quiverfl.cli.progress import progress
+from quiverfl.config import Config, load_config
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.methods import METHODS
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value; wins over the file.")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The summary as JSON on standard output.")]
+
+
+def run(
+    config: Annotated[Path, typer.Argument(help="A TOML configuration.")],
+    set_: Settings = None,
+    out: Out = None,
+    quiet: Quiet = False,
+    json_: AsJson = False,
+) -> None:
+    """Run one experiment into a folder of its own."""
+    settings = load_config(config, set_ or ())
+    name = f"{config.stem}-{settings.method.name}-{settings.identity()[:8]}"
+    folder = out or Path("runs") / name
+    _refuse_unfinished(folder)
+    _finish(settings, folder, quiet, json_)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The folder of an interrupted run.")],
+    quiet: Quiet = False,
+    json_: AsJson = False,
+) -> None:
+    """Go on with an interrupted run; the numbers are those of an uninterrupted one."""
+    from quiverfl.folder import RunFolder
+
+    _finish(RunFolder(folder).config(), folder, quiet, json_)
+
+
+def compare(
+    config: Annotated[Path, typer.Argument(help="A TOML configuration.")],
+    methods: Annotated[str, typer.Option(help="Comma-separated names, or `all`.")] = "all",
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated seeds.")] = None,
+    set_: Settings = None,
+    out: Out = None,
+    quiet: Quiet = False,
+    json_: AsJson = False,
+) -> None:
+    """Run several methods on the same data, model and seeds; a table and an HTML report."""
+    from quiverfl.results.history import find_runs
+    from quiverfl.results.report import write_report
+
+    settings = load_config(config, set_ or ())
+    names = list(METHODS) if methods == "all" else _names(methods)
+    numbers = [settings.run.seed] if seeds is None else _numbers(seeds)
+    folder = out or Path("runs") / f"{config.stem}-comparison"
+    cells = [_cell(settings, name, seed, len(numbers) > 1) for name in names for seed in numbers]
+    summaries = {}
+    for label, cell in cells:
+        summaries[label] = _run(cell, folder / label, label, quiet or json_)
+    page = write_report(find_runs([folder / label for label, _ in cells]), folder / "report.html")
+    if json_:
+        print(json.dumps(summaries))
+        return
+    _show_comparison([folder / label for label, _ in cells])
+    Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
+
+
+def methods(json_: AsJson = False) -> None:
+    """The methods, their options and the topology they are usually run on."""
+    from quiverfl.experiment import usual_topology
+
+    rows = [
+        {
+            "name": name,
+            "title": kind.title,
+            "topology": usual_topology(kind()),
+            "options": {f.name: f.default for f in dataclasses.fields(kind)},
+            "summary": (_module_doc(kind).splitlines() or [""])[0],
+        }
+        for name, kind in METHODS.items()
+    ]
+    if json_:
+        print(json.dumps(rows))
+        return
+    table = Table("name", "what it does", "usual topology", "options", box=None, pad_edge=False)
+    for row in rows:
+        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+        table.add_row(row["name"], row["summary"], row["topology"], options)
+    Console().print(table)
+
+
+def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
+    summary = _run(settings, folder, settings.method.name, quiet or json_)
+    if json_:
+        print(json.dumps(summary))
+        return
+    console = Console()
+    for stage, reports in summary["stages"].items():
+        last = reports["last"]
+        console.print(
+            f"{stage:>6}: {summary['metric']} {last['mean']:.4f} ± {last['std']:.4f} over clients, "
+            f"worst 10 % {last['worst10']:.4f} (last round)"
+        )
+    console.print(f"run folder: [bold]{folder}[/bold]", soft_wrap=True)
+
+
+def _run(settings: Config, folder: Path, label: str, quiet: bool) -> dict[str, Any]:
+    from quiverfl.experiment import run_in_folder
+
+    with progress(label, settings.run.rounds, quiet) as watcher:
+        return run_in_folder(settings, folder, watcher)
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    from quiverfl.folder import RunFolder
+
+    existing = RunFolder(folder)
+    if existing.holds_run() and not existing.finished():
+        raise QuiverError(
+            f"{folder} holds an interrupted run: `quiver resume {folder}` goes on with it; "
+            "to start anew choose another --out or delete the folder."
+        )
+
+
+def _show_comparison(folders: list[Path]) -> None:
+    from quiverfl.results.history import find_runs
+    from quiverfl.results.tables import comparison_table
+
+    Console().print(comparison_table(find_runs(folders)))
+
+
+def _cell(settings: Config, name: str, seed: int, several: bool) -> tuple[str, Config]:
+    cell = settings.for_method(name).with_values([("run.seed", seed)])
+    return (f"{name}-seed{seed}" if several else name), cell
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in METHODS:
+            raise QuiverError(f"--methods: unknown method {name!r}; {nearest(name, METHODS)}")
+    if not names:
+        raise QuiverError("--methods: name at least one method, or `all`.")
+    return list(dict.fromkeys(names))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise QuiverError(f"--seeds {text!r}: write whole numbers, such as 0,1,2.") from None
+
+
+def _module_doc(kind: Any) -> str:
+    import sys
+
+    return sys.modules[kind.__module__].__doc__ or ""

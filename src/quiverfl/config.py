@@ -1,0 +1,259 @@
+"""A configuration: TOML → frozen, checked sections. Unknown keys are refused.
+
+[data]      which data, how many clients, how it is shared out
+[model]     which model and its options, which part is personal
+[method]    which method and its options
+[topology]  who talks to whom; "auto" takes the usual one of the method
+[training]  the optimizer
+[run]       rounds, seed, and how the run is carried out
+[overrides.METHOD.SECTION]  what is different for one method when several are compared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.methods import METHODS
+from quiverfl.topologies import TOPOLOGIES
+from quiverfl.training import Training
+
+Options = dict[str, Any]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(Section):
+    name: str = "digits"
+    root: str = "data"
+    clients: int | None = 20
+    partition: str = "dirichlet"
+    alpha: float | None = None
+    classes_per_client: int | None = None
+    min_samples: int | None = None
+    samples_per_client: int | None = None
+    test_per_client: int | None = None
+    validation: float | None = None
+    augment: str = "none"
+    seed: int | None = None
+    """Of the partition; the run's own unless given."""
+    options: Options = Field(default_factory=dict)
+    """Of the source, such as the columns of a table."""
+
+    def partition_options(self) -> Options:
+        named = ("alpha", "classes_per_client", "min_samples")
+        return {key: getattr(self, key) for key in named if getattr(self, key) is not None}
+
+
+class ModelConfig(Section):
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str = "mlp"
+    personal: tuple[str, ...] = ("head",)
+
+    def options(self) -> Options:
+        return dict(self.model_extra or {})
+
+
+class MethodConfig(Section):
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str = "dfedpgp"
+
+    def options(self) -> Options:
+        return dict(self.model_extra or {})
+
+
+class TopologyConfig(Section):
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str = "auto"
+
+    def options(self) -> Options:
+        return dict(self.model_extra or {})
+
+
+class TrainingConfig(Section):
+    lr: float = 0.1
+    personal_lr: float | None = None
+    lr_decay: float = 1.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    batch_size: int | Literal["all"] = 128
+    """ "all": the whole local set in one batch."""
+    clip_norm: float | None = None
+
+    def training(self) -> Training:
+        values = self.model_dump()
+        if values["batch_size"] == "all":
+            values["batch_size"] = None
+        return Training(**values)
+
+
+class RunConfig(Section):
+    rounds: int = 20
+    seed: int = 0
+    common_init: bool = True
+    epochs_per_client: tuple[int, ...] | None = None
+    epoch_groups: tuple[int, ...] | None = None
+    """Clients in as many equal groups, each with its own number of epochs."""
+    evaluate_every: int = 1
+    keep_local: bool = True
+    dtype: Literal["float32", "float64"] = "float32"
+    device: str = "cpu"
+    threads: int | None = None
+    executor: Literal["auto", "vectorized", "sequential"] = "auto"
+    checkpoint_every: int = 10
+
+
+RUNTIME_KEYS = ("device", "threads", "checkpoint_every")
+"""How a run is carried out: not part of what it is."""
+
+
+class Config(Section):
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    method: MethodConfig = MethodConfig()
+    topology: TopologyConfig = TopologyConfig()
+    training: TrainingConfig = TrainingConfig()
+    run: RunConfig = RunConfig()
+    overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
+
+    def identity(self) -> str:
+        """A hash of everything that decides the result; of nothing that does not."""
+        values = self.model_dump(mode="json", exclude={"overrides"})
+        for key in RUNTIME_KEYS:
+            values["run"].pop(key)
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def with_values(self, values: Iterable[tuple[str, Any]]) -> Config:
+        """The same with some keys set, each named `section.key`."""
+        tree = self.model_dump(mode="json", exclude_unset=True)
+        for path, value in values:
+            _set(tree, path, value)
+        return parse(tree)
+
+    def for_method(self, name: str) -> Config:
+        """The same for another method: its own options only, and what is overridden for it."""
+        if name not in METHODS:
+            raise QuiverError(f"method.name = {name!r}: unknown method; {nearest(name, METHODS)}")
+        tree = self.model_dump(mode="json", exclude_unset=True)
+        if tree.get("method", {}).get("name", MethodConfig().name) != name:
+            tree["method"] = {"name": name}
+        for section, options in self.overrides.get(name, {}).items():
+            tree.setdefault(section, {}).update(options)
+        return parse(tree)
+
+
+def load_config(path: Path, values: Iterable[str] = ()) -> Config:
+    """Read a TOML file; `values` are `section.key=value` texts that win over it."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise QuiverError(f"{path}: no such configuration file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise QuiverError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise QuiverError(f"{path}: not valid TOML: {error}") from error
+    for text in values:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise QuiverError(f"--set {text!r}: write section.key=value.")
+        _set(tree, key.strip(), _value(value.strip()))
+    return parse(tree, str(path))
+
+
+def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
+    """Check everything that can be checked before any data is read."""
+    _refuse_unknown(tree, source)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise QuiverError(
+            f"{source}: {key} = {first['input']!r}: {first['msg'].lower()}."
+        ) from error
+    config.training.training()
+    return config
+
+
+def _refuse_unknown(tree: Mapping[str, Any], source: str) -> None:
+    for section, values in tree.items():
+        if section not in Config.model_fields:
+            raise QuiverError(
+                f"{source}: unknown section [{section}]; {nearest(section, Config.model_fields)}"
+            )
+        if not isinstance(values, Mapping):
+            raise QuiverError(f"{source}: {section} must be a section: write [{section}].")
+        kind = Config.model_fields[section].annotation
+        if section == "overrides":
+            _refuse_unknown_overrides(values, source)
+        elif isinstance(kind, type) and issubclass(kind, Section):
+            _refuse_unknown_keys(section, values, kind, source)
+
+
+def _refuse_unknown_overrides(values: Mapping[str, Any], source: str) -> None:
+    for method, sections in values.items():
+        if method not in METHODS:
+            raise QuiverError(
+                f"{source}: [overrides.{method}]: unknown method; {nearest(method, METHODS)}"
+            )
+        _refuse_unknown(sections, f"{source}, [overrides.{method}]")
+
+
+def _refuse_unknown_keys(
+    section: str, values: Mapping[str, Any], kind: type[Section], source: str
+) -> None:
+    known = set(kind.model_fields)
+    if section == "method":
+        name = values.get("name", MethodConfig().name)
+        if name not in METHODS:
+            raise QuiverError(
+                f"{source}: method.name = {name!r}: unknown method; {nearest(str(name), METHODS)}"
+            )
+        known |= {field.name for field in dataclasses.fields(METHODS[name])}
+    elif section == "topology":
+        name = values.get("name", "auto")
+        if name not in TOPOLOGIES and name != "auto":
+            raise QuiverError(
+                f"{source}: topology.name = {name!r}: unknown topology; "
+                f"{nearest(str(name), [*TOPOLOGIES, 'auto'])}"
+            )
+        return  # its options are checked against the topology's own
+    elif kind.model_config.get("extra") == "allow":
+        return  # a model's options are checked against the model's own
+    for key in values:
+        if key not in known:
+            raise QuiverError(f"{source}: unknown key {section}.{key}; {nearest(key, known)}")
+
+
+def _set(tree: dict[str, Any], path: str, value: Any) -> None:
+    section, separator, key = path.partition(".")
+    if not separator or not key:
+        raise QuiverError(f"{path!r}: name a key as section.key, such as training.lr.")
+    if section == "method" and key == "name" and tree.get("method", {}).get("name") != value:
+        tree["method"] = {}  # another method has other options
+    target = tree.setdefault(section, {})
+    *inner, last = key.split(".")
+    for part in inner:
+        target = target.setdefault(part, {})
+    target[last] = value
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the text itself where it is none: `method.name=dfedpgp` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

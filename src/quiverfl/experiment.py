@@ -1,0 +1,204 @@
+"""A configuration → objects → a run in its folder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quiverfl.config import Config
+from quiverfl.data.dataset import Dataset
+from quiverfl.data.federate import federate
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.partition import Partition, partition
+from quiverfl.data.sources import load_dataset
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.history import Recorder
+from quiverfl.engine.simulate import Run, simulate
+from quiverfl.errors import QuiverError
+from quiverfl.folder import RunFolder
+from quiverfl.methods import METHODS
+from quiverfl.methods.contract import Method
+from quiverfl.models import make_model
+from quiverfl.task import Task
+from quiverfl.topologies import TOPOLOGIES, Topology, make_topology
+
+USUAL_TOPOLOGY = {
+    "local": "isolated",
+    "fedavg": "star",
+    "fedper": "star",
+    "fedrep": "star",
+    "fedbabu": "star",
+    "ditto": "star",
+}
+"""What `topology.name = "auto"` means; others by whether they carry push-sum mass."""
+
+TOPOLOGY_OPTIONS = {
+    "isolated": (),
+    "star": ("sampled",),
+    "random_regular": ("neighbors", "participation"),
+    "random_push": ("neighbors", "participation"),
+}
+"""Which of the options that "auto" takes each of them has a use for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """Everything a run needs, made from its configuration."""
+
+    config: Config
+    task: Task
+    data: FederatedData
+    partition: Partition
+    method: Method
+    topology: Topology
+
+    @classmethod
+    def of(cls, config: Config, dataset: Dataset | None = None) -> Experiment:
+        method = make_method(config)
+        found = load_data(config) if dataset is None else dataset
+        shares = share_out(config, found)
+        data = federate(
+            found, shares, None if config.data.augment == "none" else config.data.augment
+        )
+        topology = topology_for(config, method, data.clients)
+        return cls(config, make_task(config, found), data, shares, method, topology)
+
+    def run(
+        self,
+        recorder: Recorder | None = None,
+        folder: RunFolder | None = None,
+        resume: Checkpoint | None = None,
+    ) -> Run:
+        settings = self.config.run
+        return simulate(
+            self.task,
+            self.data,
+            method=self.method,
+            topology=self.topology,
+            training=self.config.training.training(),
+            rounds=settings.rounds,
+            seed=settings.seed,
+            dtype=getattr(torch, settings.dtype),
+            device=settings.device,
+            threads=settings.threads,
+            epochs_per_client=epochs_per_client(self.config, self.data.clients),
+            common_init=settings.common_init,
+            executor=settings.executor,
+            evaluate_every=settings.evaluate_every,
+            keep_local=settings.keep_local,
+            recorder=recorder,
+            resume=resume,
+            checkpoint=None if folder is None else folder.save,
+            checkpoint_every=settings.checkpoint_every,
+        )
+
+
+def run_in_folder(
+    config: Config,
+    path: Path,
+    recorder: Recorder | None = None,
+    dataset: Dataset | None = None,
+) -> dict[str, Any]:
+    """Start a run in a new folder, or take up what is there; its summary.
+
+    A folder that holds a run of another configuration is refused. A finished run is not repeated.
+    """
+    folder = RunFolder(path)
+    if folder.holds_run():
+        folder.check(config)
+        if folder.finished():
+            return folder.summary()
+    experiment = Experiment.of(config, dataset)
+    folder.open(config, experiment.partition, experiment.topology)
+    resume = folder.resume()
+    with folder.recording(recorder) as both:
+        run = experiment.run(both, folder, resume)
+    return folder.close(run.summary, experiment.method.adapt(experiment.task))
+
+
+def make_method(config: Config) -> Method:
+    try:
+        method: Method = METHODS[config.method.name](**config.method.options())
+    except TypeError as error:
+        raise QuiverError(f"method {config.method.name!r}: {error}.") from error
+    return method
+
+
+def load_data(config: Config) -> Dataset:
+    return load_dataset(config.data.name, Path(config.data.root), **config.data.options)
+
+
+def share_out(config: Config, dataset: Dataset) -> Partition:
+    data = config.data
+    return partition(
+        dataset,
+        data.partition,
+        data.clients,
+        config.run.seed if data.seed is None else data.seed,
+        samples_per_client=data.samples_per_client,
+        test_per_client=data.test_per_client,
+        validation=data.validation,
+        **data.partition_options(),
+    )
+
+
+def make_task(config: Config, dataset: Dataset) -> Task:
+    options = config.model.options()
+    options = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    name, shape, classes = config.model.name, dataset.input_shape, dataset.classes
+    return Task(
+        model=lambda: make_model(name, shape, classes, **options), personal=config.model.personal
+    )
+
+
+def usual_topology(method: Method) -> str:
+    """Push-sum methods push at random; the others mix on an undirected regular graph or a star."""
+    by_kind = "random_push" if method.carries_mass else "random_regular"
+    return USUAL_TOPOLOGY.get(method.name, by_kind)
+
+
+def topology_for(config: Config, method: Method, clients: int) -> Topology:
+    """The configured topology, or the usual one of the method."""
+    options = config.topology.options()
+    name = config.topology.name
+    if name == "auto":
+        name = usual_topology(method)
+        known = {"seed", *(key for keys in TOPOLOGY_OPTIONS.values() for key in keys)}
+        for key in options:
+            if key not in known:
+                raise QuiverError(
+                    f'topology.{key}: with name = "auto" the options are '
+                    f"{', '.join(sorted(known))}; name a topology to give others."
+                )
+        wanted = (*TOPOLOGY_OPTIONS[name], "seed")
+        options = {key: value for key, value in options.items() if key in wanted}
+        if "sampled" in wanted:
+            options.setdefault("sampled", max(1, clients // 10))
+        if "neighbors" in wanted:
+            options.setdefault("neighbors", min(10, clients - 1))
+    if "seed" in _parameters(name):
+        options.setdefault("seed", config.run.seed)
+    else:
+        options.pop("seed", None)
+    return make_topology(name, clients, **options)
+
+
+def _parameters(name: str) -> Sequence[str]:
+    return list(inspect.signature(TOPOLOGIES[name]).parameters)
+
+
+def epochs_per_client(config: Config, clients: int) -> list[int] | None:
+    """A list as given, or equal groups of clients with their own number of epochs each."""
+    if config.run.epochs_per_client is not None and config.run.epoch_groups is not None:
+        raise QuiverError("run.epochs_per_client and run.epoch_groups: give one of them.")
+    if config.run.epochs_per_client is not None:
+        return list(config.run.epochs_per_client)
+    if config.run.epoch_groups is None:
+        return None
+    groups = config.run.epoch_groups
+    return [groups[client * len(groups) // clients] for client in range(clients)]
