@@ -1,0 +1,112 @@
+"""Every method under the settings that could tell a wrong transcription from a right one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import quiverfl as qv
+from transcriptions.problem import CLIENTS, Case, HeadFirst
+
+
+def column_stochastic() -> qv.Topology:
+    """A fixed matrix without symmetry, every share different."""
+    random = np.random.default_rng(5)
+    matrix = random.uniform(0.1, 1.0, (CLIENTS, CLIENTS)) * (
+        random.random((CLIENTS, CLIENTS)) < 0.5
+    )
+    np.fill_diagonal(matrix, 0.6)
+    return qv.from_matrix(matrix / matrix.sum(axis=0))
+
+
+def row_stochastic() -> qv.Topology:
+    return qv.from_matrix(column_stochastic()(0).weights.T)
+
+
+isolated = partial(qv.isolated, clients=CLIENTS)
+star = partial(qv.star, clients=CLIENTS, sampled=2, seed=4)
+push = partial(qv.random_push, clients=CLIENTS, neighbors=2, seed=0)
+pull = partial(qv.random_pull, clients=CLIENTS, neighbors=2, seed=0)
+regular = partial(qv.random_regular, clients=CLIENTS, neighbors=3, seed=0)
+ring = partial(qv.ring, clients=CLIENTS)
+
+
+def some_offline(topology: Any) -> Any:
+    return lambda: qv.participating(topology(), fraction=0.6, seed=1)
+
+
+EPOCHS = {"epochs": 2}
+ALTERNATING = {"personal_epochs": 2, "shared_epochs": 3}
+BABU = {"epochs": 2, "finetune_epochs": 2, "finetune_lr": 0.05}
+DITTO = {"epochs": 2, "personal_epochs": 3, "proximal": 0.75}
+SPARSE = {"epochs": 2, "prune_rate": 0.5}
+FULL: dict[str, Any] = {"batch_size": None, "epochs_per_client": None}
+PLAIN_RATE: dict[str, Any] = {"personal_lr": None, "clip_norm": None}
+EXACT: dict[str, Any] = {"tolerance": 1e-12}
+
+CASES: dict[str, Case] = {
+    "Local": Case("Local", EPOCHS, isolated),
+    "Local, full batch": Case("Local", EPOCHS, isolated, **FULL),
+    "FedAvg": Case("FedAvg", EPOCHS, star),
+    "FedAvg, full batch": Case("FedAvg", EPOCHS, star, clip_norm=0.9, **FULL),
+    "FedAvg, uniform": Case("FedAvg", {**EPOCHS, "weighting": "uniform"}, star),
+    "FedAvg, rows": Case("FedAvg", EPOCHS, row_stochastic),
+    "FedAvg, own starts": Case("FedAvg", EPOCHS, star, common_init=False),
+    "FedPer": Case("FedPer", EPOCHS, star),
+    "FedPer, full batch": Case("FedPer", EPOCHS, star, clip_norm=0.9, **FULL),
+    "FedPer, uniform": Case("FedPer", {**EPOCHS, "weighting": "uniform"}, star, **PLAIN_RATE),
+    "FedRep": Case("FedRep", ALTERNATING, star),
+    "FedRep, full batch": Case("FedRep", ALTERNATING, star, **FULL),
+    "FedRep, uniform": Case("FedRep", {**ALTERNATING, "weighting": "uniform"}, star, **PLAIN_RATE),
+    "FedRep, personal input layer": Case("FedRep", ALTERNATING, star, personal="body.0"),
+    "FedBABU": Case("FedBABU", BABU, star, clip_norm=0.45),
+    "FedBABU, full batch": Case("FedBABU", BABU, star, clip_norm=0.45, **FULL),
+    "FedBABU, uniform": Case("FedBABU", {**BABU, "weighting": "uniform"}, star, **PLAIN_RATE),
+    "FedBABU, less momentum": Case("FedBABU", BABU, star, momentum=0.5, common_init=False),
+    "Ditto": Case("Ditto", DITTO, star),
+    "Ditto, full batch": Case("Ditto", DITTO, star, **FULL),
+    "Ditto, uniform": Case("Ditto", {**DITTO, "weighting": "uniform"}, star, **PLAIN_RATE),
+    "DFedAvgM": Case("DFedAvgM", EPOCHS, regular),
+    "DFedAvgM, full batch": Case("DFedAvgM", EPOCHS, ring, **FULL),
+    "DFedAvgM, offline": Case("DFedAvgM", EPOCHS, some_offline(regular)),
+    "DFedAvgM, rows": Case("DFedAvgM", EPOCHS, row_stochastic, common_init=False),
+    "DFedAvgMP": Case("DFedAvgMP", ALTERNATING, regular),
+    "DFedAvgMP, full batch": Case("DFedAvgMP", ALTERNATING, ring, **FULL),
+    "DFedAvgMP, joint": Case("DFedAvgMP", {**ALTERNATING, "alternating": False}, regular),
+    "DFedAvgMP, offline": Case("DFedAvgMP", ALTERNATING, some_offline(pull), **PLAIN_RATE),
+    "OSGP": Case("OSGP", EPOCHS, push),
+    "OSGP, full batch": Case("OSGP", EPOCHS, column_stochastic, **FULL),
+    "OSGP, rows": Case("OSGP", EPOCHS, pull),
+    "OSGP, delay 1": Case("OSGP", {**EPOCHS, "delay": 1}, push, rounds=5),
+    "OSGP, delay 2": Case("OSGP", {**EPOCHS, "delay": 2}, column_stochastic, rounds=6, **FULL),
+    "OSGP, offline": Case("OSGP", EPOCHS, some_offline(push)),
+    "OSGP, offline, delay 1": Case("OSGP", {**EPOCHS, "delay": 1}, some_offline(push), rounds=7),
+    "OSGP, offline, delay 2": Case("OSGP", {**EPOCHS, "delay": 2}, some_offline(push), rounds=8),
+    "OSGP, floor": Case("OSGP", {**EPOCHS, "step_floor": 0.8}, push),
+    "DisPFL": Case("DisPFL", SPARSE, regular),
+    "DisPFL, full batch": Case("DisPFL", SPARSE, ring, **FULL),
+    "DisPFL, gradient": Case("DisPFL", {**SPARSE, "regrow": "gradient"}, pull),
+    "DisPFL, gradient, full batch": Case(
+        "DisPFL", {**SPARSE, "regrow": "gradient"}, row_stochastic, **FULL
+    ),
+    "DisPFL, rows": Case("DisPFL", SPARSE, row_stochastic),
+    "DisPFL, offline": Case("DisPFL", SPARSE, some_offline(regular)),
+    "DisPFL, dense": Case("DisPFL", SPARSE, regular, untold={"density": 0.9}),
+    "DisPFL, exact share": Case("DisPFL", SPARSE, regular, rounds=3, untold={"density": 0.548}),
+    "DisPFL, head first": Case("DisPFL", SPARSE, regular, model=HeadFirst),
+    "DFedPGP": Case("DFedPGP", ALTERNATING, push, **EXACT),
+    "DFedPGP, full batch": Case("DFedPGP", ALTERNATING, push, **FULL, **EXACT),
+    "DFedPGP, pull": Case("DFedPGP", ALTERNATING, pull, **EXACT),
+    "DFedPGP, columns": Case("DFedPGP", ALTERNATING, column_stochastic, rounds=6, **EXACT),
+    "DFedPGP, columns, full batch": Case(
+        "DFedPGP", ALTERNATING, column_stochastic, batch_size=None, **EXACT
+    ),
+    "DFedPGP, no clipping": Case("DFedPGP", ALTERNATING, push, **PLAIN_RATE, **EXACT),
+    "DFedPGP, own starts": Case("DFedPGP", ALTERNATING, push, common_init=False, **EXACT),
+    "DFedPGP, offline": Case("DFedPGP", ALTERNATING, some_offline(push), rounds=5, **EXACT),
+    "DFedPGP, personal input layer": Case("DFedPGP", ALTERNATING, push, personal="body.0", **EXACT),
+    "DFedPGP, head first": Case("DFedPGP", ALTERNATING, push, model=HeadFirst, **EXACT),
+    "DFedPGP, floor": Case("DFedPGP", {**ALTERNATING, "step_floor": 0.8}, push, **EXACT),
+}
