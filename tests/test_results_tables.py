@@ -283,6 +283,20 @@ def test_special_letters_do_no_harm_in_markdown_and_latex() -> None:
     assert r"a|b\_c \& 50 \% <i> \$x\$ \textbackslash{}end" in table_formats.latex(table)
 
 
+def test_the_best_round_is_counted_from_one_and_shown(tmp_path: Path) -> None:
+    rising_then_falling = [[0.1], [0.9], [0.2]]
+    write_exact(tmp_path / "a", "fedavg", 0, rising_then_falling, [[0.3], [0.2], [0.1]])
+    groups = group_runs(find_runs([tmp_path]))
+    row = row_of(comparison(groups, "best"), "FedAvg")
+    assert (row["local_rounds"], row["mixed_rounds"]) == (2, 1)
+    assert (row["local_mean"], row["mixed_mean"]) == (0.9, 0.3)
+    table = comparison_table(groups, "best", cost=False)
+    assert [column.title for column in table.columns if column.above == "stage local"] == [
+        "mean", "σ", "worst 10 %", "rounds",
+    ]  # fmt: skip
+    assert table.rows[0][4].text == "2"
+
+
 def test_target_and_difference_tables_read_well(groups: list[Group]) -> None:
     target = target_table(groups, 0.55)
     assert target.title == "Rounds to accuracy ≥ 55.00 %"
@@ -292,6 +306,8 @@ def test_target_and_difference_tables_read_well(groups: list[Group]) -> None:
     difference = difference_table(groups, "local")
     assert difference.title == "Against Local, accuracy in %"
     assert [cell.text for cell in difference.rows[0]][:3] == ["FedAvg", "+17.50", "3.54"]
+    assert difference.rows[0][4].text == f"{numbers.MINUS}27.50"
+    assert difference.rows[0][-1].text == "2"
 
 
 @pytest.mark.parametrize(

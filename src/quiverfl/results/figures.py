@@ -47,7 +47,8 @@ STYLE: Any = {
     "lines.linewidth": 1.7,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
-    # Text stays text and the same picture is the same file.
+    # Names are not formulas, text stays text, and the same picture is the same file.
+    "text.parse_math": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "quiver",
 }
@@ -90,6 +91,7 @@ def draw_curves(
         )
     if against != "rounds" and ends and max(ends) > _LOG_FROM * min(ends):
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     _label_spent(axes, against)
     _label_metric(axes, metric, "y")
 
@@ -125,17 +127,16 @@ def has_moving_mass(group: Group) -> bool:
 
 def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
     """The range of μ over clients, round by round, where it moves."""
-    for group in (group for group in groups if has_moving_mass(group)):
+    moving = [group for group in groups if has_moving_mass(group)]
+    alpha = 0.16 if len(moving) < 3 else 0.06
+    for group in moving:
         low, high = _extremes(group, "mu_min", np.min), _extremes(group, "mu_max", np.max)
         rounds, color = low.index.to_numpy() + 1, group.style.color
-        axes.fill_between(rounds, low, high, color=color, alpha=0.16, linewidth=0)
+        axes.fill_between(rounds, low, high, color=color, alpha=alpha, linewidth=0)
         axes.plot(rounds, low, color=color, linewidth=1.2)
         axes.plot(rounds, high, color=color, linewidth=1.2, label=group.label)
     axes.axhline(1, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _logarithmic(axes)
     axes.set_ylabel("μ, smallest to largest")
     _label_spent(axes, "rounds")
 
@@ -147,8 +148,8 @@ def draw_consensus(axes: Axes, groups: Sequence[Group]) -> None:
         if len(distance):
             rounds = distance.index.to_numpy() + 1
             axes.plot(rounds, distance, color=group.style.color, label=group.label)
-    axes.set_yscale("log")
-    axes.set_ylabel("mean squared distance from the mean")
+    _logarithmic(axes)
+    axes.set_ylabel("consensus distance")
     _label_spent(axes, "rounds")
 
 
@@ -197,7 +198,8 @@ def _curve(
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """(spent, mean, lowest, highest over seeds) at the rounds that every seed has evaluated."""
     means, spent = [], []
-    for run, values in zip(group.runs, group.values(stage, metric), strict=True):
+    for run in group.runs:
+        values = run.values(stage, metric)
         means.append(mean_by_round(values) if len(values) else pd.Series(dtype=np.float64))
         spent.append(spent_by_round(run, stage)[against])
     table = pd.concat(means, axis=1, join="inner").dropna()
@@ -248,7 +250,15 @@ def _label_spent(axes: Axes, against: Against) -> None:
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
     if axes.get_xscale() == "linear" and against != "rounds":
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _short_size(count: float, _: object) -> str:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import pandas as pd
-
 from quiverfl.results import palette
 from quiverfl.results.history import RunResult
 from quiverfl.results.palette import Style
-from quiverfl.results.summary import by_client, headline
+from quiverfl.results.summary import headline
 
 _NOT_THE_EXPERIMENT = {
     "seed",
@@ -52,10 +50,6 @@ class Group:
     @property
     def finished(self) -> bool:
         return all(run.finished for run in self.runs)
-
-    def values(self, stage: str, metric: str) -> list[pd.DataFrame]:
-        """For each seed, evaluated rounds × clients."""
-        return [by_client(run.history, stage, metric) for run in self.runs]
 
 
 def group_runs(runs: Iterable[RunResult]) -> list[Group]:

@@ -22,6 +22,7 @@ import pandas as pd
 from quiverfl.errors import QuiverError
 from quiverfl.results.files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
+from quiverfl.results.summary import by_client
 
 Counts = npt.NDArray[np.int64]
 _HISTORY_COLUMNS = ["round", "stage", "client"]
@@ -79,6 +80,16 @@ class RunResult:
     def test_samples(self) -> pd.Series | None:
         """How many test samples each client has."""
         return None if self.test_counts is None else pd.Series(self.test_counts.sum(axis=1))
+
+    def values(self, stage: str, metric: str) -> pd.DataFrame:
+        """Evaluated rounds × clients (see `summary.by_client`)."""
+        if (stage, metric) not in self._tables:
+            self._tables[stage, metric] = by_client(self.history, stage, metric)
+        return self._tables[stage, metric]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, str], pd.DataFrame]:
+        return {}
 
     def _section(self, name: str) -> Mapping[str, Any]:
         return _mapping(self.config.get(name))

@@ -33,6 +33,21 @@ _KNOWN = {
 ORDER = tuple(_KNOWN)
 
 
+GLYPHS = {
+    "o": "●",
+    "s": "■",
+    "D": "◆",
+    "^": "▲",
+    "v": "▼",
+    "P": "✚",
+    "X": "✖",
+    "<": "◀",
+    ">": "▶",
+    "h": "⬢",
+}
+"""The markers as letters, for legends in text."""
+
+
 def plain(method: str) -> str:
     """`dis-pfl`, `Dis_PFL` and `dispfl` are one method."""
     return "".join(letter for letter in method.lower() if letter.isalnum())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import special
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.results.groups import Group, common_metric
@@ -20,7 +20,7 @@ from quiverfl.results.protocol import Weighting
 from quiverfl.results.summary import (
     STAGES,
     Report,
-    by_client,
+    best_round,
     client_scores,
     costs,
     higher_is_better,
@@ -44,7 +44,7 @@ def run_scores(
     run: RunResult, stage: str, report: Report, metric: str, weighting: Weighting = "uniform"
 ) -> pd.Series:
     """One number per client, by client; empty where the run has nothing at this stage."""
-    values = by_client(run.history, stage, metric)
+    values = run.values(stage, metric)
     if values.empty:
         return pd.Series(dtype=np.float64)
     return client_scores(values, report, metric, _weights(run, weighting))
@@ -138,7 +138,7 @@ def _row(
     }
     for stage in STAGES:
         figures = [_figures(run, groups, stage, report, weighting, metric) for run in group.runs]
-        for name in ("mean", "client_std", "worst10", "gap"):
+        for name in figures[0]:
             numbers = [figure[name] for figure in figures]
             row[f"{stage}_{name}"] = float(np.mean(numbers))
             if name in ("mean", "gap"):
@@ -163,7 +163,20 @@ def _figures(
         "client_std": figures["std"],
         "worst10": figures["worst10"],
         "gap": _gap(run, scores, groups, stage, report, weighting, metric),
+        "rounds": _rounds_until(run, stage, report, metric, weighting),
     }
+
+
+def _rounds_until(
+    run: RunResult, stage: str, report: Report, metric: str, weighting: Weighting
+) -> float:
+    """How many rounds had been run when it was like this: to the best or to the last one."""
+    values = run.values(stage, metric)
+    if values.empty:
+        return float("nan")
+    if report == "best":
+        return best_round(values, metric, _weights(run, weighting)) + 1
+    return int(values.index[-1]) + 1
 
 
 def _gap(
@@ -199,7 +212,7 @@ def _first_at(
     run: RunResult, target: float, stage: str, metric: str
 ) -> tuple[float, float, float] | None:
     """(rounds, bytes, steps) when the mean over clients first was at the target."""
-    means = mean_by_round(by_client(run.history, stage, metric))
+    means = mean_by_round(run.values(stage, metric))
     good = means >= target if higher_is_better(metric) else means <= target
     if not bool(good.any()):
         return None
@@ -248,6 +261,7 @@ def _interval(numbers: Sequence[float]) -> tuple[float, float]:
     """Student's 95 % interval of the mean."""
     if len(numbers) < 2:
         return float("nan"), float("nan")
-    reach = stats.t.ppf(0.975, len(numbers) - 1) * _seed_std(numbers) / np.sqrt(len(numbers))
+    quantile = float(special.stdtrit(len(numbers) - 1, 0.975))
+    reach = quantile * _seed_std(numbers) / np.sqrt(len(numbers))
     center = np.mean(numbers)
     return float(center - reach), float(center + reach)

@@ -10,7 +10,12 @@ import pandas as pd
 from quiverfl.results import numbers
 from quiverfl.results.groups import Group, common_metric
 from quiverfl.results.protocol import REPORT_WORDS, UNTUNED, Weighting, describe
-from quiverfl.results.scores import comparison, paired_differences, rounds_to_target
+from quiverfl.results.scores import (
+    comparison,
+    group_called,
+    paired_differences,
+    rounds_to_target,
+)
 from quiverfl.results.summary import STAGES, Report, higher_is_better
 from quiverfl.results.table_formats import Cell, Column, Table
 
@@ -26,6 +31,7 @@ def comparison_table(
     report: Report = "last",
     weighting: Weighting = "uniform",
     stages: Sequence[str] = STAGES,
+    cost: bool = True,
 ) -> Table:
     """Methods in rows; for each stage mean, worst tenth and gap to Local; then what it cost."""
     frame = comparison(groups, report, weighting)
@@ -34,20 +40,29 @@ def comparison_table(
     columns, cells = [Column("method", number=False)], [_plain_cells(frame["label"])]
     for stage in stages:
         above = f"stage {stage}"
-        for title, texts in _stage_columns(frame, stage, metric, gaps):
+        for title, texts in _stage_columns(frame, stage, metric, gaps, report):
             columns.append(Column(title, above))
             cells.append(texts)
-    for title, name, write in (
-        ("sent in all", "bytes", numbers.size),
-        ("busiest, a round", "busiest_bytes", numbers.size),
-        ("local steps", "steps", numbers.whole),
-        ("time", "seconds", numbers.duration),
-    ):
+    for title, texts in _cost_columns(frame) if cost else []:
         columns.append(Column(title, "cost"))
-        cells.append(_plain_cells(frame[name].map(write)))
+        cells.append(texts)
     title = f"{REPORT_TITLES[report]}, {numbers.unit(metric)}"
     caption = comparison_caption(groups, report, weighting, stages, gaps)
     return Table(title, tuple(columns), tuple(zip(*cells, strict=True)), caption)
+
+
+def cost_table(groups: Sequence[Group]) -> Table:
+    """What a run took, on average over seeds."""
+    frame = comparison(groups)
+    titles, cells = zip(*_cost_columns(frame), strict=True)
+    columns = (Column("method", number=False), *(Column(title) for title in titles))
+    rows = tuple(zip(_plain_cells(frame["label"]), *cells, strict=True))
+    caption = (
+        "Bytes cross the network: every message counts once, and so does what a server sends. The "
+        "busiest node (the server, where there is one) is shown with its busiest round. Local "
+        "steps are mini-batches of all clients together."
+    )
+    return Table("Cost of a run", columns, rows, caption)
 
 
 def comparison_caption(
@@ -65,7 +80,8 @@ def comparison_caption(
     parts.append("σ is over clients; worst 10 % is the mean of the worst tenth of the clients.")
     if gaps:
         parts.append("The gap is to the same client under Local, averaged over clients.")
-    parts.append("Best means are bold.")
+    if len(groups) > 1:
+        parts.append("Best means are bold.")
     return " ".join([*parts, *unfinished(groups)])
 
 
@@ -95,7 +111,7 @@ def target_table(groups: Sequence[Group], target: float, stage: str = "local") -
         )
         for row in frame.to_dict("records")
     )
-    titles = ("rounds", "speed-up", "sent in all", "local steps", "seeds that reached it")
+    titles = ("rounds", "speed-up", "bytes", "local steps", "seeds that reached it")
     columns = (Column("method", number=False), *(Column(title) for title in titles))
     sign = "≥" if higher_is_better(metric) else "≤"
     goal = f"{numbers.score(target, metric)}{' %' if numbers.is_share(metric) else ''}"
@@ -108,33 +124,42 @@ def target_table(groups: Sequence[Group], target: float, stage: str = "local") -
 
 
 def difference_table(
-    groups: Sequence[Group], reference: str, stage: str = "local", report: Report = "last"
+    groups: Sequence[Group],
+    reference: str,
+    report: Report = "last",
+    stages: Sequence[str] = STAGES,
 ) -> Table:
     """Each method minus a reference, paired by seed."""
-    frame, metric = paired_differences(groups, reference, stage, report), common_metric(groups)
-    rows = tuple(
-        (
-            Cell(str(row["label"])),
-            Cell(numbers.signed(row["difference"], metric)),
-            Cell(numbers.score(row["seed_std"], metric)),
-            Cell(_interval(row["low95"], row["high95"], metric)),
-            Cell(numbers.whole(row["seeds"])),
-        )
-        for row in frame.to_dict("records")
-    )
-    titles = ("difference", "std over seeds", "95 % interval", "seeds")
-    columns = (Column("method", number=False), *(Column(title) for title in titles))
+    metric = common_metric(groups)
+    frames = {stage: paired_differences(groups, reference, stage, report) for stage in stages}
+    first = frames[stages[0]]
+    columns, cells = [Column("method", number=False)], [_plain_cells(first["label"])]
+    for stage, frame in frames.items():
+        for title, texts in _difference_columns(frame, metric):
+            columns.append(Column(title, f"stage {stage}"))
+            cells.append(texts)
+    columns.append(Column("seeds"))
+    cells.append(_plain_cells(first["seeds"]))
     caption = (
-        f"Difference of the mean test {metric} over clients at stage “{stage}”, "
-        f"{REPORT_WORDS[report]}, computed within each seed and then averaged over seeds; "
-        "the interval is Student's for that mean."
+        f"Difference of the mean test {metric} over clients, {REPORT_WORDS[report]}, taken within "
+        "each seed and then averaged over seeds, with its standard deviation over seeds and "
+        "Student's 95 % interval of the mean."
     )
-    name = str(frame["reference"].iloc[0]) if len(frame) else reference
-    return Table(f"Against {name}, {numbers.unit(metric)}", columns, rows, caption)
+    title = f"Against {group_called(groups, reference).label}, {numbers.unit(metric)}"
+    return Table(title, tuple(columns), tuple(zip(*cells, strict=True)), caption)
+
+
+def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, list[Cell]]]:
+    reach = zip(frame["low95"], frame["high95"], strict=True)
+    return [
+        ("difference", [Cell(numbers.signed(value, metric)) for value in frame["difference"]]),
+        ("std", _scores(frame["seed_std"], metric)),
+        ("95 % interval", [Cell(_interval(low, high, metric)) for low, high in reach]),
+    ]
 
 
 def _stage_columns(
-    frame: pd.DataFrame, stage: str, metric: str, gaps: bool
+    frame: pd.DataFrame, stage: str, metric: str, gaps: bool, report: Report
 ) -> list[tuple[str, list[Cell]]]:
     means = frame[f"{stage}_mean"]
     best = means.max() if higher_is_better(metric) else means.min()
@@ -157,7 +182,18 @@ def _stage_columns(
     if gaps:
         texts = [numbers.signed(gap, metric) for gap in frame[f"{stage}_gap"]]
         columns.append(("gap to Local", [Cell(text) for text in texts]))
+    if report == "best":
+        columns.append(("rounds", _plain_cells(frame[f"{stage}_rounds"].map(numbers.whole))))
     return columns
+
+
+def _cost_columns(frame: pd.DataFrame) -> list[tuple[str, list[Cell]]]:
+    return [
+        ("bytes", _plain_cells(frame["bytes"].map(numbers.size))),
+        ("busiest, a round", _plain_cells(frame["busiest_bytes"].map(numbers.size))),
+        ("local steps", _plain_cells(frame["steps"].map(numbers.whole))),
+        ("time", _plain_cells(frame["seconds"].map(numbers.duration))),
+    ]
 
 
 def _scores(values: pd.Series, metric: str) -> list[Cell]:
