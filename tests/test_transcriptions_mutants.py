@@ -30,6 +30,7 @@ MUTANTS: dict[str, tuple[str, ...]] = {
         "dampening",
         "nesterov",
     ),
+    "Local, offline": ("offline clients train",),
     "FedAvg": (
         "transposed",
         "not weighted by samples",

@@ -49,6 +49,7 @@ EXACT: dict[str, Any] = {"tolerance": 1e-12}
 CASES: dict[str, Case] = {
     "Local": Case("Local", EPOCHS, isolated),
     "Local, full batch": Case("Local", EPOCHS, isolated, **FULL),
+    "Local, offline": Case("Local", EPOCHS, some_offline(isolated)),
     "FedAvg": Case("FedAvg", EPOCHS, star),
     "FedAvg, full batch": Case("FedAvg", EPOCHS, star, clip_norm=0.9, **FULL),
     "FedAvg, uniform": Case("FedAvg", {**EPOCHS, "weighting": "uniform"}, star),
