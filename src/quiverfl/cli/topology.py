@@ -63,7 +63,7 @@ def show(
     picture: Annotated[
         Path | None, typer.Option(help="Draw a round into this file: .png, .svg or .pdf.")
     ] = None,
-    picture_round: Annotated[int, typer.Option(help="The round to draw.")] = 0,
+    picture_round: Annotated[int, typer.Option(min=0, help="The round to draw.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds."""
@@ -77,6 +77,8 @@ def show(
     }
     options = {option: value for option, value in given.items() if value is not None}
     topology = make_topology(name, clients, **options)
+    if picture is not None:
+        _draw(topology, picture_round, picture)
     report = analyse(topology, rounds, message_bytes)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
@@ -85,14 +87,13 @@ def show(
         for reason in report.left_out:
             _print(f"left out: {reason}")
     if picture is not None:
-        _draw(topology, picture_round, picture)
         typer.echo(f"picture: {picture}", err=as_json)
 
 
 def _draw(topology: Topology, round: int, picture: Path) -> None:
     from quiverfl.results.graph_picture import draw_graph
 
-    told = [f"{option} {value}" for option, value in topology.options.items() if value]
+    told = [f"{option} {value}" for option, value in topology.options.items() if value is not False]
     title = ", ".join([topology.name, f"{topology.clients} clients", *told, f"round {round}"])
     draw_graph(topology(round), picture, title=title)
 
@@ -128,7 +129,9 @@ def _table(report: TopologyReport) -> Table:
 
 
 def _lines(report: TopologyReport) -> list[tuple[str, str]]:
-    options = [f"{option} {value}" for option, value in report.options.items() if value]
+    options = [
+        f"{option} {value}" for option, value in report.options.items() if value is not False
+    ]
     kind = _KINDS[report.row_stochastic, report.column_stochastic]
     shape = "symmetric" if report.symmetric else "directed"
     change = "the same in every round" if report.fixed else "changes from round to round"

@@ -71,8 +71,11 @@ def _save(graph: Graph, target: Any, title: str, highlight: int | None, format: 
         figure.suptitle(title, color=_INK)
     # Without a date and with named ids the same graph is the same file.
     metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[format]
-    with rc_context({"svg.hashsalt": "quiver"}):
-        figure.savefig(target, format=format, dpi=150, metadata=metadata)
+    try:
+        with rc_context({"svg.hashsalt": "quiver"}):
+            figure.savefig(target, format=format, dpi=150, metadata=metadata)
+    except OSError as problem:
+        raise QuiverError(f"picture {str(target)!r} could not be written: {problem}") from None
 
 
 def draw_circle(graph: Graph, axes: Axes, *, highlight: int | None = None) -> None:

@@ -194,7 +194,8 @@ def _linked(pairs: int, probability: float, seed: int, round: int) -> Integers:
         counters = np.arange(len(drawn), len(drawn) + block)
         bits = hashed(seed, "erdos_renyi", round, counters) >> np.uint64(11)
         uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
-        gaps = np.minimum(np.log(uniform) / math.log1p(-probability), pairs)
+        with np.errstate(over="ignore"):  # the tiniest probabilities: a gap past every end
+            gaps = np.minimum(np.log(uniform) / math.log1p(-probability), pairs)
         places = reached + np.cumsum(gaps.astype(np.int64) + 1)
         drawn, reached = np.concatenate([drawn, places]), int(places[-1])
     return drawn[drawn < pairs]
