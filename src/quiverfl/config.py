@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import inspect
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -222,7 +222,7 @@ def _refuse_unknown_keys(
             raise QuiverError(
                 f"{source}: method.name = {name!r}: unknown method; {nearest(str(name), METHODS)}"
             )
-        known |= {field.name for field in dataclasses.fields(METHODS[name])}
+        known |= set(inspect.signature(METHODS[name]).parameters)
     elif section == "topology":
         name = values.get("name", "auto")
         if name not in TOPOLOGIES and name != "auto":

@@ -123,10 +123,9 @@ def run_in_folder(
 
 def make_method(config: Config) -> Method:
     try:
-        method: Method = METHODS[config.method.name](**config.method.options())
+        return METHODS[config.method.name](**config.method.options())
     except TypeError as error:
         raise QuiverError(f"method {config.method.name!r}: {error}.") from error
-    return method
 
 
 def load_data(config: Config) -> Dataset:

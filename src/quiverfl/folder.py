@@ -63,8 +63,8 @@ class RunFolder:
         theirs = self.config()
         if theirs.identity() != config.identity():
             raise QuiverError(
-                f"{self.path} holds a run of another configuration ({_difference(theirs, config)}). "
-                "Choose another --out, or delete the folder if it is no longer wanted."
+                f"{self.path} holds a run of another configuration "
+                f"({_difference(theirs, config)}). Choose another --out, or delete the folder if it is no longer wanted."
             )
 
     def open(self, config: Config, partition: Partition, topology: Topology) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 from rich.console import Console
 
-from quiverfl.cli import run
+from quiverfl.cli import data, run, topology
 from quiverfl.errors import Diverged, QuiverError
 
 app = typer.Typer(
@@ -21,6 +20,10 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("compare")(run.compare)
 app.command("methods")(run.methods)
+app.command("topologies")(topology.topologies)
+app.add_typer(topology.app, name="topology")
+app.add_typer(data.app, name="data")
+app.add_typer(data.partition_app, name="partition")
 
 
 def main() -> None:
@@ -34,7 +37,7 @@ def main() -> None:
     except QuiverError as error:
         errors.print(f"[red]error:[/red] {error}", markup=True)
         sys.exit(2)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         errors.print("interrupted; `quiver resume` goes on from the last checkpoint.")
         sys.exit(1)
 

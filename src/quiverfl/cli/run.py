@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from quiverfl.cli.progress import progress
 from quiverfl.config import Config, load_config
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.methods import METHODS
+from quiverfl.methods import METHODS, Method
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; wins over the file.")
@@ -60,8 +61,9 @@ def compare(
     json_: AsJson = False,
 ) -> None:
     """Run several methods on the same data, model and seeds; a table and an HTML report."""
-    from quiverfl.results.history import find_runs
     from quiverfl.results.report import write_report
+    from quiverfl.results.table_formats import rich
+    from quiverfl.results.tables import comparison_table
 
     settings = load_config(config, set_ or ())
     names = list(METHODS) if methods == "all" else _names(methods)
@@ -71,11 +73,12 @@ def compare(
     summaries = {}
     for label, cell in cells:
         summaries[label] = _run(cell, folder / label, label, quiet or json_)
-    page = write_report(find_runs([folder / label for label, _ in cells]), folder / "report.html")
+    page = folder / "report.html"
+    groups = write_report([folder / label for label, _ in cells], page)
     if json_:
         print(json.dumps(summaries))
         return
-    _show_comparison([folder / label for label, _ in cells])
+    Console().print(rich(comparison_table(groups)))
     Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
 
 
@@ -86,12 +89,12 @@ def methods(json_: AsJson = False) -> None:
     rows = [
         {
             "name": name,
-            "title": kind.title,
-            "topology": usual_topology(kind()),
-            "options": {f.name: f.default for f in dataclasses.fields(kind)},
-            "summary": (_module_doc(kind).splitlines() or [""])[0],
+            "title": method.title,
+            "topology": usual_topology(method),
+            "options": dataclasses.asdict(method),  # type: ignore[call-overload]
+            "summary": (_module_doc(method).splitlines() or [""])[0],
         }
-        for name, kind in METHODS.items()
+        for name, method in ((name, make()) for name, make in METHODS.items())
     ]
     if json_:
         print(json.dumps(rows))
@@ -136,13 +139,6 @@ def _refuse_unfinished(folder: Path) -> None:
         )
 
 
-def _show_comparison(folders: list[Path]) -> None:
-    from quiverfl.results.history import find_runs
-    from quiverfl.results.tables import comparison_table
-
-    Console().print(comparison_table(find_runs(folders)))
-
-
 def _cell(settings: Config, name: str, seed: int, several: bool) -> tuple[str, Config]:
     cell = settings.for_method(name).with_values([("run.seed", seed)])
     return (f"{name}-seed{seed}" if several else name), cell
@@ -165,7 +161,5 @@ def _numbers(text: str) -> list[int]:
         raise QuiverError(f"--seeds {text!r}: write whole numbers, such as 0,1,2.") from None
 
 
-def _module_doc(kind: Any) -> str:
-    import sys
-
-    return sys.modules[kind.__module__].__doc__ or ""
+def _module_doc(method: Method) -> str:
+    return sys.modules[type(method).__module__].__doc__ or ""

@@ -74,14 +74,13 @@ class Run:
         return self._task.module(self._shard.model(row, stage))
 
     def state(self, client: int) -> ClientState:
-        """The client's state; u and v as named tensors."""
+        """The client's state; u and v as named tensors. Without push-sum, mu is 1."""
         row = self._row(client)
-        return ClientState(
-            {
-                name: self._named(name, leaf[row].clone())
-                for name, leaf in self._shard.state._asdict().items()
-            }
-        )
+        fields = {
+            name: self._named(name, leaf[row].clone())
+            for name, leaf in self._shard.state._asdict().items()
+        }
+        return ClientState({"mu": torch.ones((), dtype=torch.float64), **fields})
 
     def _named(self, field: str, leaf: torch.Tensor) -> Any:
         layouts = {"u": self._task.shared_layout, "v": self._task.personal_layout}

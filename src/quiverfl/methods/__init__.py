@@ -1,5 +1,7 @@
 """The methods, by name. Adding one = one file, one entry here, one row in the contract tests."""
 
+from collections.abc import Callable
+
 from quiverfl.methods.contract import Message, Method, Once, Phase, Start, State, Train
 from quiverfl.methods.dfedavgm import DFedAvgM
 from quiverfl.methods.dfedavgmp import DFedAvgMP
@@ -13,7 +15,7 @@ from quiverfl.methods.fedrep import FedRep
 from quiverfl.methods.local import Local
 from quiverfl.methods.osgp import OSGP
 
-METHODS = {
+METHODS: dict[str, Callable[..., Method]] = {
     "local": Local,
     "fedavg": FedAvg,
     "fedper": FedPer,

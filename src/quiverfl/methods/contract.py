@@ -28,7 +28,7 @@ from quiverfl.training import Training
 Message: TypeAlias = dict[str, Tensor]
 Part: TypeAlias = Literal["shared", "personal", "whole"]
 State: TypeAlias = Any
-"""A NamedTuple of tensors, declared by each method. The last word of a field's name says what it is:
+"""A NamedTuple of tensors, declared by each method. The last word of a field's name tells its kind:
 `u` or `…_u` lies like the shared part, `v` or `…_v` like the personal one; others are scalars."""
 
 
