@@ -127,6 +127,13 @@ def test_eviction_writes_off_and_a_new_store_starts_anew() -> None:
     assert ledger.judge(accounts, {}, transfer) is Verdict.PROCEED
 
 
+def test_meeting_a_neighbour_keeps_the_share_that_waits_for_it() -> None:
+    accounts = ledger.push(Accounts("a", UNIT), 0, {"b": Share(7, "d", 0.0)})
+    met = ledger.meet(accounts, "b", "first")
+    assert met.outbox == accounts.outbox
+    assert met.link("b").sent == 1
+
+
 def test_a_leaving_neighbour_gets_nothing_new_but_is_still_heard() -> None:
     accounts = ledger.part_from(Accounts("a", UNIT), "b")
     assert not ledger.free(accounts, "b")

@@ -47,7 +47,7 @@ def push(store: Store) -> None:
     entry = Entry(
         "push", 0, after.units, 0, units, total(share), 0.0, total(share), 0.0, magnitude(share)
     )
-    store.push(after, Memory(share, V), {digest: payload}, entry)
+    store.push(after, Memory(share, V), [after.outbox["b"]], {digest: payload}, entry)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:

@@ -86,9 +86,10 @@ class Books:
                 trained=total(message) - self._total,
             )
             memory = Memory(own, rest)
-            self._store.push(accounts, memory, payloads, entry)
+            transfers = [accounts.outbox[peer] for peer in shares]
+            self._store.push(accounts, memory, transfers, payloads, entry)
             self._become(accounts, memory, entry)
-            return [accounts.outbox[peer] for peer in shares]
+            return transfers
 
         return await self._alone(transaction)
 
@@ -181,6 +182,9 @@ class Books:
             lambda accounts: ledger.part_from(accounts, peer),
             lambda store, accounts: store.update(accounts),
         )
+
+    def finish_round(self) -> Awaitable[None]:
+        return self.change(ledger.finish_round, lambda store, accounts: store.update(accounts))
 
     async def evict(self, peer: str) -> int:
         """Stop dealing with a peer; what was written off, in units."""

@@ -23,21 +23,25 @@ from quiverfl.peer.ledger import Transfer
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.store import Trace
 from quiverfl.peer.tally import Log, Tally
-from quiverfl.peer.terms import Limits, Terms, older_than_remembered
+from quiverfl.peer.terms import Limits, Terms
 from quiverfl.peer.wire import (
     CHUNK,
-    PROTOCOL,
     SERVICE,
     Announcement,
     Greeting,
     Hello,
     Reply,
+    WireError,
     decode,
     encode,
     frames,
 )
 
 LARGEST_FRAME = CHUNK + 1024
+
+
+class RestoredBackup(QuiverError):
+    """This peer's store is older than what its neighbours remember of it."""
 
 
 class Unreachable(Exception):
@@ -65,27 +69,6 @@ def open_channel(address: str, name: str, identity: Identity, keepalive: float =
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-def hello_to(
-    peer: str, terms: Terms, books: Books, incarnation: str, leaving: bool, finished: bool
-) -> Hello:
-    link = books.accounts.link(peer)
-    return Hello(
-        protocol=PROTOCOL,
-        run=terms.run,
-        configuration=terms.configuration,
-        manifest=terms.manifest.hash,
-        sender=terms.name,
-        receiver=peer,
-        incarnation=incarnation,
-        nonce=secrets.token_hex(32),
-        sent=link.sent,
-        acknowledged=link.sent - (1 if link.outbox else 0),
-        received=link.received,
-        leaving=leaving,
-        finished=finished,
-    )
-
-
 class Courier:
     """The sending half of one link."""
 
@@ -100,6 +83,7 @@ class Courier:
         identity: Callable[[], Identity],
         incarnation: str,
         payload: Callable[[str], bytes],
+        compose: Callable[[str], Hello],
         on_greeting: Callable[[Hello], Awaitable[None]],
         tally: Tally,
         log: Log,
@@ -108,13 +92,13 @@ class Courier:
         self.peer = peer
         self._books, self._terms, self._limits, self._roster = books, terms, limits, roster
         self._identity, self._incarnation, self._payload = identity, incarnation, payload
-        self._on_greeting, self._tally, self._log, self._trace = on_greeting, tally, log, trace
+        self._compose, self._on_greeting = compose, on_greeting
+        self._tally, self._log, self._trace = tally, log, trace
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
         self._greeted = False
         self._wake = asyncio.Event()
         self._chance = random.Random(secrets.randbits(64))  # jitter must differ between peers
         self.refund: Transfer | None = None
-        self.leaving = self.finished = False
         self.problem = ""
 
     def wake(self) -> None:
@@ -157,7 +141,10 @@ class Courier:
 
     def _connected(self) -> Any:
         if self._channel is None:
-            address = self._roster.refresh().member(self.peer).address
+            try:
+                address = self._roster.refresh().member(self.peer).address
+            except QuiverError as problem:
+                raise Unreachable(str(problem)) from None
             self._channel = open_channel(
                 address, self.peer, self._identity(), self._limits.keepalive_seconds
             )
@@ -165,15 +152,16 @@ class Courier:
 
     async def hello(self, timeout: float = 5.0) -> Hello:
         """Introduce this peer; what the neighbour says of itself."""
-        hello = hello_to(
-            self.peer, self._terms, self._books, self._incarnation, self.leaving, self.finished
-        )
+        hello = self._compose(self.peer)
         call = self._connected().unary_unary(f"/{SERVICE}/Hello")
         try:
             answer = await call(self._tally.sent(encode(hello)), timeout=timeout)
+            return await self._understood(hello, decode(Greeting, answer))
         except grpc.aio.AioRpcError as problem:
+            await self._disconnect()
             raise Unreachable(f"{problem.code().name}: {problem.details()}") from None
-        return await self._understood(hello, decode(Greeting, answer))
+        except WireError as problem:
+            raise Unreachable(f"{self.peer} is not understood: {problem}") from None
 
     async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
         if greeting.hello is None:
@@ -190,8 +178,14 @@ class Courier:
         difference = self._terms.difference(greeting.hello)
         if difference:
             raise Unreachable(difference)
+        try:
+            await self._on_greeting(greeting.hello)
+        except RestoredBackup:
+            raise
+        except QuiverError as problem:
+            self._log.alarm("neighbour not accepted", to=self.peer, reason=str(problem))
+            raise Unreachable(str(problem)) from None
         self._greeted = True
-        await self._on_greeting(greeting.hello)
         return greeting.hello
 
     async def _attempt(self, transfer: Transfer) -> None:
@@ -205,6 +199,8 @@ class Courier:
             raise Unreachable(f"connection lost: {text}") from None
         except TimeoutError:
             raise Unreachable("no answer") from None
+        except WireError as problem:
+            raise Unreachable(f"{self.peer} is not understood: {problem}") from None
         finally:
             call.cancel()
 
@@ -258,14 +254,3 @@ class Courier:
 def signed_text(asked: Hello, answered: Hello) -> bytes:
     """What a greeting's signature covers: both sides' words, with the asker's fresh nonce."""
     return b"quiver greeting\0" + encode(asked) + encode(answered)
-
-
-def self_check(name: str, books: Books, hello: Hello) -> None:
-    """Stop before an old store counts mass again that has moved on."""
-    problem = older_than_remembered(name, books.accounts.link(hello.sender), hello)
-    if problem:
-        raise RestoredBackup(problem)
-
-
-class RestoredBackup(QuiverError):
-    """This peer's store is older than what its neighbours remember of it."""

@@ -187,10 +187,12 @@ def bury(accounts: Accounts, transfer: Transfer, reason: str) -> Accounts:
 def meet(accounts: Accounts, peer: str, incarnation: str) -> Accounts:
     """Remember which store a neighbour runs on. A new store is taken only after an eviction."""
     link = accounts.link(peer)
-    if link.gone or not link.incarnation:
-        if link.gone and incarnation == link.incarnation:
+    if link.gone:
+        if incarnation == link.incarnation:
             raise QuiverError(f"{peer!r} was evicted: its old store stays outside; let it join.")
         return accounts._with(peer, Link(incarnation=incarnation))
+    if not link.incarnation:  # a share may be waiting for it already
+        return accounts._with(peer, replace(link, incarnation=incarnation))
     if link.incarnation != incarnation:
         raise QuiverError(
             f"{peer!r} runs on another store than before. If its disk was lost, evict it here "

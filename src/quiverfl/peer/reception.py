@@ -177,6 +177,12 @@ class Reception:
         ]
         return [(entry.transfer, entry.message) for entry in chosen]
 
+    def forget(self, sender: str) -> None:
+        """Drop what is staged from a peer that was evicted."""
+        staged = self.staged.pop(sender, None)
+        if staged is not None:
+            self.committed([staged.transfer])
+
     def committed(self, transfers: list[Transfer]) -> None:
         """These are durable now: their senders may be told."""
         for transfer in transfers:

@@ -28,30 +28,31 @@ class Desk(Protocol):
     name: str
 
     async def greet(self, sender: str, hello: Hello) -> Greeting: ...
-    async def receive(
+    def receive(
         self,
         sender: str,
         frames: AsyncIterator[bytes],
         answer: Callable[[Reply], Awaitable[None]],
-    ) -> None: ...
+    ) -> Awaitable[None]: ...
     def model(self) -> AsyncIterator[bytes]: ...
     async def obey(self, order: Order) -> dict[str, Any]: ...
 
 
-class PeerService(grpc.GenericRpcHandler[bytes, bytes]):
+class PeerService:
     """The methods of the service; messages are bytes, decoded by quiverfl.peer.wire."""
 
     def __init__(self, desk: Desk, roster: LiveRoster, tally: Tally, log: Log) -> None:
         self._desk, self._roster, self._tally, self._log = desk, roster, tally, log
-        self._methods = {
-            f"/{SERVICE}/Hello": grpc.unary_unary_rpc_method_handler(self._hello),
-            f"/{SERVICE}/Push": grpc.stream_stream_rpc_method_handler(self._push),
-            f"/{SERVICE}/Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            f"/{SERVICE}/Order": grpc.unary_unary_rpc_method_handler(self._order),
-        }
 
-    def service(self, details: Any) -> Any:
-        return self._methods.get(details.method)
+    @property
+    def methods(self) -> Any:
+        methods: dict[str, Any] = {
+            "Hello": grpc.unary_unary_rpc_method_handler(self._hello),
+            "Push": grpc.stream_stream_rpc_method_handler(self._push),
+            "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
+            "Order": grpc.unary_unary_rpc_method_handler(self._order),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _caller(self, context: Context) -> str:
         """Fail closed: no certificate, not in the roster or another key means no answer."""
@@ -115,7 +116,7 @@ class Server:
             ("grpc.max_concurrent_streams", 512),
         ]
         self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers((service,))
+        self._server.add_generic_rpc_handlers((service.methods,))
         self._health = _health_service()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:

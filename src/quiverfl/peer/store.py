@@ -143,11 +143,15 @@ class Store:
         self._commit("update", accounts, [])
 
     def push(
-        self, accounts: Accounts, memory: Memory, payloads: Mapping[str, bytes], entry: Entry
+        self,
+        accounts: Accounts,
+        memory: Memory,
+        transfers: Iterable[Transfer],
+        payloads: Mapping[str, bytes],
+        entry: Entry,
     ) -> None:
         """The split: own share, and the others' in the outbox."""
-        fresh = [t for t in accounts.outbox.values() if t.digest in payloads]
-        changes = [schema.sent(transfer, "outbox") for transfer in fresh]
+        changes = [schema.sent(transfer, "outbox") for transfer in transfers]
         self._commit("push", accounts, changes, memory, payloads, entry)
 
     def absorb(

@@ -100,6 +100,15 @@ class Reply(_Control):
     reason: Sentence = ""
 
 
+class Model(_Control):
+    """The first frame of a pulled model."""
+
+    round: Count
+    nbytes: Count
+    digest: Hash
+    manifest: Hash
+
+
 class Order(_Control):
     """What the owner of a peer asks of it, over its own certificate."""
 

@@ -1,0 +1,119 @@
+"""What a peer trains, seen from the network: a message, a mass, and a rest that never leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from quiverfl.engine.shard import Shard
+from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Method
+from quiverfl.peer.manifest import Array, Leaves, Manifest
+from quiverfl.task import Task
+from quiverfl.topologies.graph import Graph
+
+MASS = "mu"
+"""The leaf of a message that the ledger carries as an integer."""
+
+
+class Learner(Protocol):
+    """One client's training. Called from one thread only, never from the event loop."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+    def train(self, round: int, active: bool) -> None: ...
+    def message(self) -> Leaves:
+        """What is pushed, without the mass; a copy."""
+
+    def rest(self) -> Leaves:
+        """Everything else that must survive a restart; a copy."""
+
+    def merge(self, message: Mapping[str, Array], mass: float) -> None: ...
+    def restore(self, rest: Mapping[str, Array]) -> None: ...
+    def evaluate(self, round: int, stage: str) -> dict[str, float]: ...
+    def model(self) -> Leaves:
+        """The personal model, by parameter name."""
+
+
+class ShardLearner:
+    """A shard of one client behind the Learner's face: the same method objects as in simulation."""
+
+    def __init__(self, shard: Shard, task: Task, method: Method) -> None:
+        self._shard, self._task = shard, task
+        outbox = shard.outbox()
+        if not method.carries_mass or (outbox and MASS not in outbox):
+            raise QuiverError(
+                f"method {method.name!r} carries no push-sum mass, which is what peers account "
+                "for: use dfedpgp, osgp or local."
+            )
+        self._carries = MASS in outbox
+        self.manifest = Manifest.of(self.message(), self._parameters())
+
+    def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The names and shapes inside the leaves, so that peers with other models do not talk."""
+        fields = {"u": self._task.shared_layout, "v": self._task.personal_layout}
+        return [
+            (f"{leaf}.{name}", shape)
+            for leaf in sorted(self.message())
+            for name, shape in zip(fields[leaf].names, fields[leaf].shapes, strict=True)
+        ]
+
+    def train(self, round: int, active: bool) -> None:
+        self._shard.train(round, np.array([active]))
+
+    def message(self) -> Leaves:
+        outbox = self._shard.outbox()
+        return {name: _copied(leaf[0]) for name, leaf in outbox.items() if name != MASS}
+
+    def rest(self) -> Leaves:
+        sent = {*self.message(), MASS} if self._carries else set()
+        fields = self._shard.state._asdict()
+        return {name: _copied(leaf[0]) for name, leaf in fields.items() if name not in sent}
+
+    def merge(self, message: Mapping[str, Array], mass: float) -> None:
+        mixed = {name: torch.from_numpy(np.array(leaf))[None] for name, leaf in message.items()}
+        if self._carries:
+            mixed[MASS] = torch.tensor([mass], dtype=torch.float64)
+        self._shard.deliver(mixed)
+
+    def restore(self, rest: Mapping[str, Array]) -> None:
+        fields = {name: torch.from_numpy(np.array(leaf))[None] for name, leaf in rest.items()}
+        self._shard.state = self._shard.state._replace(**fields)
+
+    def evaluate(self, round: int, stage: str) -> dict[str, float]:
+        metrics = self._shard.evaluate(round, stage)
+        return {name: float(values[0]) for name, values in metrics.items()}
+
+    def model(self) -> Leaves:
+        point = self._shard.model(0, "mixed")
+        return {name: _copied(leaf) for name, leaf in self._task.named(point).items()}
+
+
+def _copied(leaf: torch.Tensor) -> Array:
+    copy: Array = leaf.detach().cpu().numpy().copy()
+    return copy
+
+
+def column(graph: Graph, names: list[str], me: int) -> dict[str, float]:
+    """Whom this peer pushes to and with which weight, itself included."""
+    if not graph.column_stochastic:
+        raise QuiverError(
+            "peers need a topology whose columns sum to 1 (each splits its own mass): random_push, "
+            "random_regular, ring, exponential or another push topology."
+        )
+    links = graph.sparse.tocoo()
+    mine = (links.col == me) & (links.data > 0)
+    return {
+        names[int(row)]: float(weight)
+        for row, weight in zip(links.row[mine], links.data[mine], strict=True)
+    }
+
+
+def expected_senders(graph: Graph, names: list[str], me: int) -> set[str]:
+    """Who pushes to this peer in a round."""
+    links = graph.sparse.tocoo()
+    here = (links.row == me) & (links.col != me) & (links.data > 0)
+    return {names[int(sender)] for sender in links.col[here]}

@@ -1,0 +1,32 @@
+"""How a peer runs, and how that ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one peer runs; `rounds`, `mode` and `deadline` are the same for all of a run."""
+
+    rounds: int
+    mode: Literal["sync", "async"] = "sync"
+    deadline: float = 60.0  # seconds a round waits for missing shares before it goes on
+    staleness: int | None = None  # async: rounds a peer may be ahead of the slowest it has heard
+    pause: float = 0.0  # async: seconds between rounds
+    linger: float = 30.0  # seconds without news before a finished peer stops serving others
+    bind: str = "127.0.0.1:0"
+    metrics: str = ""
+    trust_store: bool = False
+    evaluate_every: int = 1
+
+
+@dataclass
+class Outcome:
+    """How a run of the process ended."""
+
+    finished: bool = False
+    left: bool = False
+    undelivered: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)

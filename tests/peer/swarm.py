@@ -1,0 +1,262 @@
+"""Real peers for tests: a quadratic to train, folders with keys, processes to kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quiverfl.peer import identity
+from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.manifest import Leaves, Manifest
+from quiverfl.peer.roster import ROSTER, Member, Roster
+from quiverfl.peer.schema import read_statement
+from quiverfl.peer.tally import JsonLines
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.peer.swarm", "quiverfl.peer.node", "quiverfl.topologies"])
+
+
+class Quadratic:
+    """A client that pulls z towards its own target; the personal part is a counter."""
+
+    def __init__(self, number: int, size: int, seconds: float = 0.0, rate: float = 0.3) -> None:
+        chance = np.random.default_rng(number)
+        self._target = chance.normal(size=size).astype(np.float32)
+        self._seconds, self._rate = seconds, np.float32(rate)
+        self._u = np.zeros(size, dtype=np.float32)
+        self._v = np.full(4, 1234.5 + number, dtype=np.float32)
+        self._mass = np.float32(1.0)
+        self.manifest = Manifest.of({"u": self._u})
+
+    def train(self, round: int, active: bool) -> None:
+        time.sleep(self._seconds)
+        z = self._u / self._mass
+        self._u = self._u - self._rate * self._mass * (z - self._target)
+        self._v = self._v + np.float32(1.0)
+
+    def message(self) -> Leaves:
+        return {"u": self._u.copy()}
+
+    def rest(self) -> Leaves:
+        return {"v": self._v.copy()}
+
+    def merge(self, message: Mapping[str, np.ndarray], mass: float) -> None:
+        self._u, self._mass = np.array(message["u"]), np.float32(mass)
+
+    def restore(self, rest: Mapping[str, np.ndarray]) -> None:
+        self._v = np.array(rest["v"])
+
+    def evaluate(self, round: int, stage: str) -> dict[str, float]:
+        z = self._u / self._mass
+        return {"loss": float(np.square(z - self._target).mean())}
+
+    def model(self) -> Leaves:
+        return {"body": self._u / self._mass, "head": self._v.copy()}
+
+
+@dataclass
+class Options:
+    """Of one peer process."""
+
+    size: int = 1000
+    rounds: int = 1_000_000
+    neighbours: int = 2
+    mode: str = "async"
+    seconds: float = 0.01
+    rate: float = 0.3
+    deadline: float = 60.0
+    linger: float = 10.0
+    crash_at: str = ""  # a point of the runtime's trace
+    crash_after: int = 0  # the how-many-th passage
+    join: bool = False
+    mutant: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def make_folders(root: Path, count: int, run: str = "test") -> list[Path]:
+    """An authority, and a folder with keys and roster for each peer."""
+    identity.create_authority(root / "authority", run)
+    members = []
+    for number, port in enumerate(free_ports(count)):
+        name = f"peer-{number}"
+        key = identity.issue(root / "authority", name, root / name)
+        members.append(Member(name, f"127.0.0.1:{port}", (key,)))
+    roster = Roster(run, tuple(members))
+    for member in members:
+        roster.write(root / member.name / ROSTER)
+    return [root / member.name for member in members]
+
+
+def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda p: None) -> Any:
+    """A node on a folder; must be called inside a running event loop."""
+    from quiverfl.peer.joining import create_store
+    from quiverfl.peer.node import Node
+    from quiverfl.peer.settings import Settings
+    from quiverfl.peer.store import Store
+    from quiverfl.peer.terms import Limits, Terms
+    from quiverfl.topologies import random_push
+
+    name = folder.name
+    roster = Roster.read(folder / ROSTER)
+    number = roster.number(name)
+    learner = Quadratic(number, options.size, options.seconds, options.rate)
+    terms = Terms(roster.run, name, "c" * 64, learner.manifest)
+    if (folder / "store" / "peer.sqlite").exists():
+        store = Store.open(folder / "store", trace)
+    elif options.join:
+        raise AssertionError("join first: see join()")
+    else:
+        store = create_store(folder / "store", learner, terms, trace)
+    settings = Settings(
+        rounds=options.rounds,
+        mode=options.mode,  # type: ignore[arg-type]
+        deadline=options.deadline,
+        linger=options.linger,
+        bind=roster.member(name).address,
+        **options.settings,
+    )
+    lines = open(folder / "history.jsonl", "a", buffering=1)  # noqa: SIM115
+
+    def record(line: dict[str, Any]) -> None:
+        lines.write(json.dumps({**line, "at": time.time()}) + "\n")
+
+    topology = random_push(clients=len(roster.members), neighbors=options.neighbours, seed=7)
+    limits = Limits(**{"retry_cap": 2.0, **options.limits})
+    node = Node(
+        learner, topology, store, folder, terms, settings, limits, record=record, trace=trace
+    )
+    if options.mutant == "ack before commit":
+        node.reception._commit_of = lambda transfer: _now(node, transfer)
+    return node
+
+
+def _now(node: Any, transfer: Any) -> Any:
+    raise NotImplementedError
+
+
+def process_main(folder: Path, options: Options) -> None:
+    """What a peer's process runs."""
+    passages: Counter[str] = Counter()
+
+    def trace(point: str) -> None:
+        passages[point] += 1
+        if point == options.crash_at and passages[point] > options.crash_after:
+            os._exit(137)
+
+    async def run() -> None:
+        node = build(folder, options, trace)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, node.stop)
+        outcome = await node.run()
+        (folder / "outcome.json").write_text(json.dumps(vars(outcome)))
+
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    asyncio.run(run())
+
+
+class Swarm:
+    """Processes of peers, started and killed by name."""
+
+    def __init__(self, root: Path, count: int, options: Options) -> None:
+        self.folders = {folder.name: folder for folder in make_folders(root, count)}
+        self.options = options
+        self.processes: dict[str, BaseProcess] = {}
+
+    def start(self, name: str, options: Options | None = None) -> None:
+        process = CONTEXT.Process(
+            target=process_main, args=(self.folders[name], options or self.options), daemon=True
+        )
+        process.start()
+        self.processes[name] = process
+
+    def start_all(self) -> None:
+        for name in self.folders:
+            self.start(name)
+
+    def kill(self, name: str) -> None:
+        process = self.processes[name]
+        process.kill()
+        process.join()
+
+    def stop_all(self, seconds: float = 20.0) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        self.join_all(seconds)
+
+    def join_all(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for name, process in self.processes.items():
+            process.join(max(0.1, end - time.monotonic()))
+            assert process.exitcode is not None, f"{name} does not end; {self.log(name)[-2000:]}"
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+
+    def log(self, name: str) -> str:
+        path = self.folders[name] / "log.txt"
+        return path.read_text() if path.exists() else ""
+
+    def history(self, name: str) -> list[dict[str, Any]]:
+        path = self.folders[name] / "history.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop the clocks of all processes for an audit in mid-flight."""
+        for process in self.processes.values():
+            if process.exitcode is None and process.pid:
+                os.kill(process.pid, signal.SIGSTOP if frozen else signal.SIGCONT)
+
+    def audit(self, live: bool = False) -> Report:
+        return audit([read_statement(f / "store") for f in self.folders.values()], live=live)
+
+    def frozen_audit(self) -> Report:
+        self.freeze(True)
+        try:
+            return self.audit()
+        finally:
+            self.freeze(False)
+
+    def wait_for_round(self, round: int, seconds: float = 60.0, names: Any = None) -> None:
+        names = list(names or self.folders)
+        end = time.monotonic() + seconds
+        while True:
+            rounds = {n: len(self.history(n)) for n in names}
+            if all(count >= round for count in rounds.values()):
+                return
+            assert time.monotonic() < end, f"rounds after {seconds} s: {rounds}"
+            time.sleep(0.05)
