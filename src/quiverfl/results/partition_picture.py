@@ -110,7 +110,7 @@ def draw_counts(
     if numbers and clients <= _NUMBERED_CLIENTS and classes <= _NAMED_CLASSES:
         _write_numbers(counts, axes)
     if axes.figure is not None:
-        bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.015)
+        bar = axes.figure.colorbar(image, ax=axes, fraction=0.03, pad=0.015, aspect=30)
         bar.set_label("training examples", color=_INK)
         bar.outline.set_edgecolor(_QUIET)
 
@@ -126,7 +126,8 @@ def _write_numbers(counts: Integers, axes: Axes) -> None:
 def _draw_sizes(sizes: Integers, axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.bar(np.arange(len(sizes)), sizes, width=0.9, color=_BAR)
+    # One outline instead of a bar each: with a thousand clients that is seconds.
+    axes.stairs(sizes, np.arange(len(sizes) + 1) - 0.5, fill=True, color=_BAR)
     axes.set_ylabel("size", color=_INK)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color(_QUIET)

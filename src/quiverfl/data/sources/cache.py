@@ -39,7 +39,7 @@ def cached(
     if folder.exists():
         try:
             return load_arrays(folder)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
             # A file of the cache was damaged from outside: what it was made from is still there.
             shutil.rmtree(folder)
     dataset = read()

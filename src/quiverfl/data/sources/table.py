@@ -175,6 +175,6 @@ def _by_column(path: Path, table: pd.DataFrame, split: str) -> tuple[Values, Val
     values = _column(path, table, split)
     for row in np.flatnonzero(~np.isin(values, ["train", "test"])):
         raise QuiverError(
-            f"{path}, column {split!r}, row {row}: {values[row]!r} is neither 'train' nor 'test'."
+            f"{path}, column {split!r}, row {row}: {str(values[row])!r} is neither 'train' nor 'test'."
         )
     return np.flatnonzero(values == "train"), np.flatnonzero(values == "test")

@@ -1,0 +1,161 @@
+"""The cache: mapped, renewed when files change, never half-written, whatever kills the writer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_files import write_cifar10_binary
+from quiverfl.data.dataset import Dataset
+from quiverfl.data.sources import load_dataset
+from quiverfl.data.sources.cache import fingerprint
+from quiverfl.data.sources.whole import ABANDONED, PARTIAL, whole
+
+
+def load(root: Path) -> Dataset:
+    return load_dataset("cifar10", root, verify=False)
+
+
+def entries(root: Path) -> list[Path]:
+    return sorted((root / ".quiver-cache").iterdir())
+
+
+def test_the_second_time_nothing_is_read_and_all_is_mapped(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    first = load(tmp_path)
+    for path in (tmp_path / "cifar-10-batches-bin").iterdir():
+        # The same name, size and time, but nobody could read it.
+        status = path.stat()
+        path.write_bytes(b"\xff" * status.st_size)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = load(tmp_path)
+    assert isinstance(second.train_x, np.memmap)
+    assert not second.train_x.flags.writeable
+    for part in ("train_x", "train_y", "test_x", "test_y"):
+        assert np.array_equal(getattr(first, part), getattr(second, part))
+    assert second.class_names == first.class_names
+    assert second.mean == first.mean
+    assert second.std == first.std
+
+
+def test_a_full_size_set_loads_in_well_under_a_second(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path, per_file=10_000)
+    load(tmp_path)
+    start = time.perf_counter()
+    data = load(tmp_path)
+    assert time.perf_counter() - start < 0.5
+    assert data.train_x.shape == (50_000, 3, 32, 32)
+
+
+def test_changed_files_and_other_options_are_read_anew(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    load(tmp_path)
+    path = tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin"
+    content = bytearray(path.read_bytes())
+    content[1] ^= 0xFF
+    path.write_bytes(content)
+    changed = load(tmp_path)
+    assert changed.train_x[0, 0, 0, 0] == content[1]
+    assert len(entries(tmp_path)) == 2
+    assert fingerprint(path, {"a": 1}) != fingerprint(path, {"a": 2})
+
+
+def test_the_cache_can_be_elsewhere(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    load_dataset("cifar10", tmp_path, cache=tmp_path / "kept", verify=False)
+    assert not (tmp_path / ".quiver-cache").exists()
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "text"])
+@pytest.mark.parametrize("file", ["train_x.npy", "train_y.npy", "dataset.json"])
+def test_a_damaged_cache_is_made_again(file: str, damage: str, tmp_path: Path) -> None:
+    _, labels = write_cifar10_binary(tmp_path)
+    load(tmp_path)
+    path = entries(tmp_path)[0] / file
+    if damage == "gone":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes({"cut": content[:-7], "empty": b"", "text": b"{}"}[damage])
+    again = load(tmp_path)
+    assert np.array_equal(again.train_y, labels[:20])
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    (tmp_path / ".quiver-cache").write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="cifar10 could not be cached"):
+        data = load(tmp_path)
+    assert len(data.train_y) == 20
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+import quiverfl.data.sources.cache as cache
+from quiverfl.data.sources import load_dataset
+
+save = np.save
+def slow(path, array, **options):
+    save(path, array, **options)
+    print("writing", flush=True)
+    time.sleep(60)
+np.save = slow
+load_dataset("cifar10", Path(sys.argv[1]), verify=False)
+"""
+
+
+def test_a_killed_writer_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+    _, labels = write_cifar10_binary(tmp_path)
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    left = entries(tmp_path)
+    assert all(path.name.startswith(PARTIAL) for path in left)
+    assert left
+    data = load(tmp_path)
+    assert np.array_equal(data.train_y, labels[:20])
+    for path in left:
+        os.utime(path, (0, time.time() - ABANDONED - 60))
+    (tmp_path / "cifar-10-batches-bin" / "readme").write_text("another fingerprint")
+    load(tmp_path)
+    assert not any(path.exists() for path in left)
+
+
+def test_a_failure_leaves_no_trace(tmp_path: Path) -> None:
+    final = tmp_path / "folder" / "whole"
+
+    def write_half() -> None:
+        with whole(final) as draft:
+            draft.mkdir()
+            (draft / "half").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert list(final.parent.iterdir()) == []
+
+
+def test_whoever_is_first_wins(tmp_path: Path) -> None:
+    final = tmp_path / "whole"
+    with whole(final) as slow:
+        slow.mkdir()
+        (slow / "by").write_text("slow")
+        with whole(final) as quick:
+            quick.mkdir()
+            (quick / "by").write_text("quick")
+    assert (final / "by").read_text() == "quick"
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]

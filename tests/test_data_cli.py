@@ -1,0 +1,143 @@
+"""`quiver data`, `quiver data fetch` and `quiver partition show`, as a person calls them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from data_files import write_cifar10_binary
+from quiverfl.cli.data import app, partition_app
+from quiverfl.data.partition import partition
+from quiverfl.data.sources import SOURCES, load_dataset
+from quiverfl.errors import QuiverError
+from quiverfl.results.partition_picture import draw_partition
+
+quiver = typer.Typer()
+quiver.add_typer(app, name="data")
+quiver.add_typer(partition_app, name="partition")
+
+
+def call(*arguments: str) -> Result:
+    result = CliRunner().invoke(quiver, arguments)
+    if isinstance(result.exception, QuiverError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_list_says_what_is_there(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    states = {
+        row["name"]: row
+        for row in json.loads(call("data", "--root", str(tmp_path), "--json").stdout)
+    }
+    assert set(states) == set(SOURCES)
+    assert states["digits"]["state"] == "ready"
+    assert states["cifar10"]["state"] == "there"
+    assert states["cifar10"]["where"] == str(tmp_path / "cifar-10-batches-bin")
+    assert states["mnist"]["state"] == "missing"
+    assert states["mnist"]["where"] == str(tmp_path / "mnist")
+    load_dataset("cifar10", tmp_path, verify=False)
+    text = call("data", "--root", str(tmp_path)).stdout
+    assert any(line.split()[:3] == ["cifar10", "there,", "cached"] for line in text.splitlines())
+
+
+def test_fetch_refuses_what_cannot_be_fetched(tmp_path: Path) -> None:
+    with pytest.raises(QuiverError, match="comes with Quiver"):
+        call("data", "fetch", "digits")
+    with pytest.raises(QuiverError, match="your own data"):
+        call("data", "fetch", "npz")
+    with pytest.raises(QuiverError, match="did you mean 'cifar10'"):
+        call("data", "fetch", "cifar")
+
+
+def test_fetch_leaves_alone_what_is_there(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    for arguments in (
+        ["fetch", "cifar10", "--root", str(tmp_path)],
+        ["--root", str(tmp_path), "fetch", "cifar10"],
+    ):
+        assert "already there" in call("data", *arguments).stdout
+
+
+def test_show_prints_sizes_labels_and_heterogeneity() -> None:
+    shown = call("partition", "show", "--data", "digits", "--clients", "20", "--alpha", "0.5")
+    assert "digits: dirichlet, alpha 0.5, 20 clients, seed 0" in shown.stdout
+    assert "67 each; 1,340 of 1,347 used" in shown.stdout
+    shares = partition(load_dataset("digits"), "dirichlet", 20, 0, alpha=0.5)
+    assert f"heterogeneity      {shares.heterogeneity():.3f}" in shown.stdout
+    rows = [line for line in shown.stdout.splitlines() if line.endswith("|")]
+    for counts, row in zip(shares.train_counts, rows, strict=True):
+        cells = row.split("|")[1][::2]
+        assert [cell == " " for cell in cells] == [count == 0 for count in counts]
+
+
+def test_show_as_json() -> None:
+    arguments = ["--data", "digits", "--partition", "pathological", "--clients", "10"]
+    shown = call(
+        "partition", "show", *arguments, "--classes-per-client", "3", "--json", "--seed", "4"
+    )
+    facts = json.loads(shown.stdout)
+    shares = partition(load_dataset("digits"), "pathological", 10, 4, classes_per_client=3)
+    assert facts["labels_per_client"] == [3] * 10
+    assert facts["train_counts"] == shares.train_counts.tolist()
+    assert facts["test_sizes"] == shares.test_counts.sum(axis=1).tolist()
+    assert facts["heterogeneity"] == shares.heterogeneity()
+
+
+def test_show_takes_options_of_the_source() -> None:
+    options = ["--option", "classes=60", "--option", "shape=[4]", "--option", "train=120"]
+    shown = call(
+        "partition",
+        "show",
+        "--data",
+        "synthetic",
+        "--partition",
+        "iid",
+        *options,
+        "--clients",
+        "3",
+    )
+    assert "of 60" in shown.stdout
+    with pytest.raises(QuiverError, match="write key=value"):
+        call("partition", "show", "--data", "synthetic", "--clients", "3", "--option", "classes")
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "map.png"
+    arguments = ["--data", "digits", "--clients", "20", "--picture", str(path)]
+    assert f"picture: {path}" in call("partition", "show", *arguments).stdout
+    with Image.open(path) as picture:
+        assert picture.size[0] > 800
+        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 50
+    with pytest.raises(QuiverError, match=r"map.jpg.*\.png, \.svg, \.pdf"):
+        call("partition", "show", *arguments[:-1], str(tmp_path / "map.jpg"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (120, 10), (1000, 200)])
+def test_every_shape_can_be_drawn_and_gives_the_same_file(shape: tuple[int, int]) -> None:
+    counts = np.arange(shape[0] * shape[1]).reshape(shape) % 17
+    first, again = io.BytesIO(), io.BytesIO()
+    for target in (first, again):
+        draw_partition(counts, target, title="title", format="svg")
+    assert first.getvalue() == again.getvalue()
+    assert first.getvalue().count(b"<image") >= 1
+
+
+def test_drawing_on_given_axes() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    counts = np.array([[3, 0], [1, 2]])
+    draw_partition(counts, axes, title="two clients", class_names=("cat", "dog"))
+    drawn = axes.images[0].get_array()
+    assert np.ma.filled(drawn, 0).tolist() == counts.T.tolist()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cat", "dog"]
+    assert axes.get_title() == "two clients"
