@@ -35,7 +35,8 @@ class Section(BaseModel):
 
 class DataConfig(Section):
     name: str = "digits"
-    root: str = "data"
+    root: str | None = None
+    """Where files lie: $QUIVER_DATA or the folder `data` unless given."""
     clients: int | None = 20
     partition: str = "dirichlet"
     alpha: float | None = None
@@ -134,6 +135,7 @@ class Config(Section):
         values = self.model_dump(mode="json", exclude={"overrides"})
         for key in RUNTIME_KEYS:
             values["run"].pop(key)
+        values["data"].pop("root")  # the same files may lie elsewhere on another machine
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def with_values(self, values: Iterable[tuple[str, Any]]) -> Config:

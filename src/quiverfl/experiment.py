@@ -129,7 +129,7 @@ def make_method(config: Config) -> Method:
 
 
 def load_data(config: Config) -> Dataset:
-    return load_dataset(config.data.name, Path(config.data.root), **config.data.options)
+    return load_dataset(config.data.name, config.data.root, **config.data.options)
 
 
 def share_out(config: Config, dataset: Dataset) -> Partition:
