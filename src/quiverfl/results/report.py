@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from quiverfl.errors import QuiverError
 from quiverfl.results import report_sections, report_setup
 from quiverfl.results.files import replace_file
 from quiverfl.results.groups import Group, group_runs
@@ -19,11 +20,26 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Even if a file's content got into the page as HTML, a browser would load and run nothing."""
 
 
+GENERATOR = "Quiver"
+
+
 def write_report(folders: Sequence[Path], out: Path, stage: str = "local") -> list[Group]:
-    """Read the runs of some folders and write one page about them."""
+    """Read the runs of some folders and write one page about them.
+
+    An earlier report is replaced; any other file in its place is left alone.
+    """
+    if out.exists() and not _is_report(out):
+        raise QuiverError(f"{out} exists and is not a report of Quiver: choose another --out.")
     groups = group_runs(find_runs(folders))
     replace_file(out, page(groups, stage).encode("utf-8"))
     return groups
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return tag("meta", name="generator", content=GENERATOR).encode() in file.read(2000)
 
 
 def page(groups: Sequence[Group], stage: str = "local") -> str:
@@ -58,6 +74,7 @@ def _head(title: str) -> Markup:
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        tag("meta", name="generator", content=GENERATOR),
         tag("title", title),
         tag("style", Markup(style)),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from rich.box import SIMPLE_HEAD
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -35,11 +37,28 @@ class Table:
         return [(k, len(list(v))) for k, v in groupby(column.above for column in self.columns)]
 
 
-def rich(table: Table) -> RichTable:
-    drawn = RichTable(title=Text(table.title), caption=Text(table.caption, style="dim"))
+def rich(table: Table, caption: bool = True) -> RichTable:
+    below = Text(table.caption, style="dim") if caption else None
+    drawn = RichTable(
+        title=Text(table.title, style="bold"),
+        caption=below,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    grouped = any(column.above for column in table.columns)
+    previous = ""
     for column in table.columns:
-        title = f"{column.above}\n{column.title}" if column.above else f"\n{column.title}"
-        drawn.add_column(Text(title), justify="right" if column.number else "left")
+        starts = column.above != previous
+        above = f"{column.above if starts else ''}\n" if grouped else ""
+        title = Text(above + column.title, justify="right" if column.number else "left")
+        drawn.add_column(
+            Padding(title, (0, 0, 0, 2)) if starts else title,
+            justify="right" if column.number else "left",
+            no_wrap=True,
+        )
+        previous = column.above
     for row in table.rows:
         drawn.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in row))
     return drawn
