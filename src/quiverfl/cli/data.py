@@ -134,14 +134,15 @@ def show(
     resolved = partition_options(partition_name, options)
     told = [partition_name, *(f"{key} {value}" for key, value in resolved.items())]
     title = f"{dataset.name}: {', '.join(told)}, {shares.clients} clients, seed {seed}"
+    if picture is not None:
+        from quiverfl.results.partition_picture import draw_partition
+
+        draw_partition(shares.train_counts, picture, title=title, class_names=dataset.class_names)
     if as_json:
         typer.echo(json.dumps(_facts(shares, title), indent=2))
     else:
         _print_partition(shares, dataset, title)
     if picture is not None:
-        from quiverfl.results.partition_picture import draw_partition
-
-        draw_partition(shares.train_counts, picture, title=title, class_names=dataset.class_names)
         typer.echo(f"picture: {picture}", err=as_json)
 
 
