@@ -27,7 +27,7 @@ from quiverfl.peer.schema import read_statement
 from quiverfl.peer.tally import JsonLines
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.peer.swarm", "quiverfl.peer.node", "quiverfl.topologies"])
+CONTEXT.set_forkserver_preload(["quiverfl", "quiverfl.peer.node"])
 
 
 class Quadratic:
@@ -82,8 +82,6 @@ class Options:
     linger: float = 10.0
     crash_at: str = ""  # a point of the runtime's trace
     crash_after: int = 0  # the how-many-th passage
-    join: bool = False
-    mutant: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
@@ -128,8 +126,6 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     terms = Terms(roster.run, name, "c" * 64, learner.manifest)
     if (folder / "store" / "peer.sqlite").exists():
         store = Store.open(folder / "store", trace)
-    elif options.join:
-        raise AssertionError("join first: see join()")
     else:
         store = create_store(folder / "store", learner, terms, trace)
     settings = Settings(
@@ -150,13 +146,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     node = Node(
         learner, topology, store, folder, terms, settings, limits, record=record, trace=trace
     )
-    if options.mutant == "ack before commit":
-        node.reception._commit_of = lambda transfer: _now(node, transfer)
     return node
-
-
-def _now(node: Any, transfer: Any) -> Any:
-    raise NotImplementedError
 
 
 def process_main(folder: Path, options: Options) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -162,6 +162,8 @@ class Courier:
             raise Unreachable(f"{problem.code().name}: {problem.details()}") from None
         except WireError as problem:
             raise Unreachable(f"{self.peer} is not understood: {problem}") from None
+        except asyncio.CancelledError:
+            _pass_on_cancellation()
 
     async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
         if greeting.hello is None:
@@ -201,6 +203,8 @@ class Courier:
             raise Unreachable("no answer") from None
         except WireError as problem:
             raise Unreachable(f"{self.peer} is not understood: {problem}") from None
+        except asyncio.CancelledError:
+            _pass_on_cancellation()
         finally:
             call.cancel()
 
@@ -227,10 +231,11 @@ class Courier:
             self._trace("after send")
             reply = await self._reply(call, self._limits.idle_seconds)
         if reply.word == "staged":
-            reply = await self._reply(call, None)  # keep-alive notices a dead neighbour
+            # Training may take long; keep-alive notices a dead neighbour, asking again a deaf one.
+            reply = await self._reply(call, 10 * self._limits.idle_seconds)
         await self._conclude(reply, transfer)
 
-    async def _reply(self, call: Any, seconds: float | None) -> Reply:
+    async def _reply(self, call: Any, seconds: float) -> Reply:
         frame = await asyncio.wait_for(call.read(), seconds)
         if not isinstance(frame, bytes):  # grpc.aio.EOF
             raise Unreachable("the neighbour closed the stream")
@@ -249,6 +254,14 @@ class Courier:
             raise Unreachable(f"denied: {reply.reason}")
         else:
             raise Unreachable(f"{reply.word}: {reply.reason}")
+
+
+def _pass_on_cancellation() -> NoReturn:
+    """gRPC cancels the calls of a closed channel; that is not a request to end this task."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    raise Unreachable("the connection was closed") from None
 
 
 def signed_text(asked: Hello, answered: Hello) -> bytes:

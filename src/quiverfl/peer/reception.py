@@ -75,8 +75,9 @@ class Reception:
         if verdict is Verdict.PROCEED:
             verdict = await self._receive(transfer, frames, answer)
         if verdict is Verdict.STAGED:
+            commit = self._commit_of(transfer)  # before anything else can happen
             await answer(Reply(word="staged"))
-            await asyncio.shield(self._commit_of(transfer))
+            await asyncio.shield(commit)
             verdict = self._judge(transfer)
             self._trace("before ack")
         await self._conclude(verdict, transfer, answer)
