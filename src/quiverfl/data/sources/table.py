@@ -174,7 +174,8 @@ def _images(path: Path, table: pd.DataFrame, column: str) -> Values:
 def _by_column(path: Path, table: pd.DataFrame, split: str) -> tuple[Values, Values]:
     values = _column(path, table, split)
     for row in np.flatnonzero(~np.isin(values, ["train", "test"])):
+        found = str(values[row])
         raise QuiverError(
-            f"{path}, column {split!r}, row {row}: {str(values[row])!r} is neither 'train' nor 'test'."
+            f"{path}, column {split!r}, row {row}: {found!r} is neither 'train' nor 'test'."
         )
     return np.flatnonzero(values == "train"), np.flatnonzero(values == "test")
