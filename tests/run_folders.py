@@ -144,7 +144,7 @@ def write_summary(folder: Path, recipe: Recipe) -> None:
     write_json(
         folder / "summary.json",
         {
-            "method": recipe.method,
+            "method": {"name": recipe.method, "epochs": 5},
             "topology": dict(recipe.topology),
             "clients": recipe.clients,
             "rounds": recipe.rounds,

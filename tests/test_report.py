@@ -92,6 +92,11 @@ def test_the_table_says_which_accuracy_it_is(comparison: tuple[Path, str]) -> No
         assert words in text
 
 
+def test_options_the_configuration_left_out_are_shown_too(comparison: tuple[Path, str]) -> None:
+    """The summary knows all options of the method, config.json those that were written."""
+    assert re.search(r"<h3>method</h3>.*?epochs</th><td>5</td>", comparison[1])
+
+
 def test_nothing_is_loaded_from_anywhere(comparison: tuple[Path, str]) -> None:
     _, text = comparison
     page = Page(text)

@@ -135,8 +135,8 @@ def test_a_protocol_says_in_one_sentence_which_accuracy_it_is() -> None:
     assert caption.count(".") == 1
     for words in ("mixed", "right after communication", "last ten", "unweighted", "own test data"):
         assert words in caption
-    tuned = EvaluationProtocol(finetune="5 epochs on a copy").caption("loss")
-    assert "after fine-tuning (5 epochs on a copy)" in tuned
+    tuned = EvaluationProtocol(finetune="5 epochs of fine-tuning").caption("loss")
+    assert "after 5 epochs of fine-tuning" in tuned
     assert tuned.startswith("Test loss")
 
 

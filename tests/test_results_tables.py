@@ -219,10 +219,10 @@ def test_the_table_says_which_accuracy_and_bolds_the_best(groups: list[Group]) -
 
 
 def test_fine_tuned_methods_are_named_in_the_caption(tmp_path: Path) -> None:
-    write_run(tmp_path / "babu", Recipe("fedbabu", STAR, finetune="5 epochs on a copy"))
+    write_run(tmp_path / "babu", Recipe("fedbabu", STAR, finetune="5 epochs of fine-tuning"))
     write_run(tmp_path / "avg", Recipe("fedavg", STAR))
     caption = comparison_table(group_runs(find_runs([tmp_path]))).caption
-    assert "FedBABU after fine-tuning (5 epochs on a copy); the others without" in caption
+    assert "FedBABU after 5 epochs of fine-tuning; the others without" in caption
 
 
 def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:
@@ -231,6 +231,13 @@ def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:
     (folder / "rounds.jsonl").write_text("".join(lines[:3]))
     caption = comparison_table(group_runs(find_runs([tmp_path]))).caption
     assert "DFedPGP (seed 0) has not finished: 3 of 4 rounds." in caption
+
+
+def test_a_diverged_run_says_where(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Recipe(rounds=4), finished=False)
+    write_json(folder / "summary.json", {"finished": False, "diverged": {"round": 4, "client": 7}})
+    caption = comparison_table(group_runs(find_runs([tmp_path]))).caption
+    assert "DFedPGP (seed 0) diverged in round 5 at client 7: 4 of 4 rounds." in caption
 
 
 def test_a_run_that_recorded_nothing_is_a_row_of_dashes(tmp_path: Path) -> None:

@@ -129,12 +129,14 @@ def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
     """The range of μ over clients, round by round, where it moves."""
     moving = [group for group in groups if has_moving_mass(group)]
     alpha = 0.16 if len(moving) < 3 else 0.06
-    for group in moving:
+    for position, group in enumerate(moving):
+        # Methods on one graph have one μ: dashes let the line below be seen.
+        dashes = "-" if not position else (0, (4, 2 + 2 * position))
         low, high = _extremes(group, "mu_min", np.min), _extremes(group, "mu_max", np.max)
         rounds, color = low.index.to_numpy() + 1, group.style.color
         axes.fill_between(rounds, low, high, color=color, alpha=alpha, linewidth=0)
-        axes.plot(rounds, low, color=color, linewidth=1.2)
-        axes.plot(rounds, high, color=color, linewidth=1.2, label=group.label)
+        for edge in (low, high):
+            axes.plot(rounds, edge, color=color, linewidth=1.4, linestyle=dashes)
     axes.axhline(1, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
     _logarithmic(axes)
     axes.set_ylabel("μ, smallest to largest")

@@ -37,6 +37,8 @@ class RunResult:
     config: Mapping[str, Any]
     topology_options: Mapping[str, Any]
     """The topology that was used: its name and its options, with nothing left to "auto"."""
+    method_options: Mapping[str, Any]
+    """The method's name and options; every one of them once the run has finished."""
     environment: Mapping[str, Any]
     history: pd.DataFrame
     """round, stage, client and one column per metric."""
@@ -48,6 +50,8 @@ class RunResult:
     protocol: EvaluationProtocol | None
     """None until the run has finished."""
     finished: bool
+    diverged: tuple[int, int] | None
+    """(round, client) at which training produced a number that is not finite."""
 
     @cached_property
     def method(self) -> str:
@@ -136,6 +140,7 @@ def read_run(folder: Path) -> RunResult:
         version=str(written.get("quiver", "unknown")),
         config=config,
         topology_options=_mapping(written.get("topology") or config.get("topology")),
+        method_options={**_mapping(config.get("method")), **_mapping(summary.get("method"))},
         environment=_read_json(environment) if environment.exists() else {},
         history=_read_frame(folder, "history"),
         rounds=_read_frame(folder, "rounds"),
@@ -143,6 +148,7 @@ def read_run(folder: Path) -> RunResult:
         test_counts=test_counts,
         protocol=_protocol(summary.get("protocol")),
         finished=bool(summary.get("finished", False)),
+        diverged=_place(summary.get("diverged")),
     )
 
 
@@ -253,6 +259,12 @@ def _counts(array: Any) -> Counts | None:
     if array is None or array.ndim != 2 or 0 in array.shape:
         return None
     return np.asarray(array, dtype=np.int64)
+
+
+def _place(record: Any) -> tuple[int, int] | None:
+    if not isinstance(record, dict) or not {"round", "client"} <= set(record):
+        return None
+    return int(record["round"]), int(record["client"])
 
 
 def _protocol(record: Any) -> EvaluationProtocol | None:

@@ -31,7 +31,7 @@ _WEIGHTING_WORDS = {
 class EvaluationProtocol:
     """When a model is tested, which round counts and how clients are averaged.
 
-    `finetune` says in words what is trained before testing ("5 epochs on a copy"), None: nothing.
+    `finetune` says what is done to a copy before testing ("5 epochs of fine-tuning"), or None.
     """
 
     stage: Stage = "local"
@@ -48,7 +48,7 @@ class EvaluationProtocol:
 
     def caption(self, metric: str = "accuracy") -> str:
         """One sentence for the foot of a table."""
-        tested = f"after fine-tuning ({self.finetune})" if self.finetune else UNTUNED
+        tested = f"after {self.finetune}" if self.finetune else UNTUNED
         return describe([self.stage], self.report, self.weighting, tested, metric)
 
     def record(self) -> dict[str, Any]:

@@ -127,7 +127,11 @@ def _same_topology(first: RunResult, second: RunResult) -> bool:
 
 
 def _topology_words(run: RunResult) -> str:
-    options = {k: v for k, v in run.topology_options.items() if k not in ("name", "seed")}
+    options = {
+        k: v
+        for k, v in run.topology_options.items()
+        if k not in ("name", "seed") and v is not False
+    }
     words = ", ".join(f"{name} {value}" for name, value in options.items())
     return f"{run.topology} ({words})" if words else run.topology
 
@@ -137,13 +141,15 @@ def _values(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
     Seeds are told apart from settings, and overrides are already in what they override.
     """
-    settings = [
-        flat({**group.first.config, "topology": group.first.topology_options, "overrides": {}})
-        for group in groups
-    ]
+    settings = [flat({**group.first.config, **_as_used(group.first)}) for group in groups]
     names = dict.fromkeys(name for one in settings for name in one)
     kept = [name for name in names if name not in ("run.seed", "topology.seed")]
     return {name: [one.get(name) for one in settings] for name in kept}
+
+
+def _as_used(run: RunResult) -> dict[str, Any]:
+    """Sections with everything in them, where the configuration only has what was written."""
+    return {"method": run.method_options, "topology": run.topology_options, "overrides": {}}
 
 
 def _seeds(groups: Sequence[Group]) -> str:

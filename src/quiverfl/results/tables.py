@@ -9,6 +9,7 @@ import pandas as pd
 
 from quiverfl.results import numbers
 from quiverfl.results.groups import Group, common_metric
+from quiverfl.results.history import RunResult
 from quiverfl.results.protocol import REPORT_WORDS, UNTUNED, Weighting, describe
 from quiverfl.results.scores import (
     comparison,
@@ -88,12 +89,19 @@ def comparison_caption(
 def unfinished(groups: Sequence[Group]) -> list[str]:
     """A sentence for every run that is not over."""
     return [
-        f"{group.label} (seed {run.seed}) has not finished: {run.done_rounds} of "
+        f"{group.label} (seed {run.seed}) {_ended(run)}: {run.done_rounds} of "
         f"{'an unknown number of' if run.planned_rounds is None else run.planned_rounds} rounds."
         for group in groups
         for run in group.runs
         if not run.finished
     ]
+
+
+def _ended(run: RunResult) -> str:
+    if run.diverged is None:
+        return "has not finished"
+    round, client = run.diverged
+    return f"diverged in round {round + 1} at client {client}"
 
 
 def target_table(groups: Sequence[Group], target: float, stage: str = "local") -> Table:
@@ -213,7 +221,7 @@ def _tested(groups: Sequence[Group]) -> str:
             tuned.setdefault(protocol.finetune, []).append(group.label)
     if not tuned:
         return UNTUNED
-    parts = [f"{', '.join(labels)} after fine-tuning ({how})" for how, labels in tuned.items()]
+    parts = [f"{', '.join(labels)} after {how}" for how, labels in tuned.items()]
     everybody = sum(len(labels) for labels in tuned.values()) == len(groups)
     return "; ".join(parts) + ("" if everybody else f"; the others {UNTUNED}")
 
