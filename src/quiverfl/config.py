@@ -168,11 +168,16 @@ def load_config(path: Path, values: Iterable[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise QuiverError(f"{path}: not valid TOML: {error}") from error
     for text in values:
-        key, separator, value = text.partition("=")
-        if not separator:
-            raise QuiverError(f"--set {text!r}: write section.key=value.")
-        _set(tree, key.strip(), _value(value.strip()))
+        _set(tree, *setting(text))
     return parse(tree, str(path))
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """`section.key=value` → the key and its value."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise QuiverError(f"--set {text!r}: write section.key=value.")
+    return key.strip(), _value(value.strip())
 
 
 def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
