@@ -125,7 +125,7 @@ def round_lines(recipe: Recipe) -> list[dict[str, Any]]:
                 "network_bytes": int(2 * sent.sum() if star else sent.sum()),
                 "mu_min": float(1 - 0.9 * (1 - np.exp(-round - 1))) if moved else 1.0,
                 "mu_max": float(1 + 1.2 * (1 - np.exp(-round - 1))) if moved else 1.0,
-                "consensus": None if alone else float(np.exp(-round / 5) + 0.05),
+                "consensus": None if alone else 0.0 if star else float(np.exp(-round / 5) + 0.05),
                 "active": int(active.sum()),
             }
         )

@@ -97,6 +97,14 @@ def test_options_the_configuration_left_out_are_shown_too(comparison: tuple[Path
     assert re.search(r"<h3>method</h3>.*?epochs</th><td>5</td>", comparison[1])
 
 
+def test_methods_whose_mass_or_distance_cannot_be_drawn_are_named(
+    comparison: tuple[Path, str],
+) -> None:
+    text = Page(comparison[1]).text
+    assert "μ stays 1, or is not used: Local, FedAvg." in text
+    assert "The shared parts are equal after every round: FedAvg." in text
+
+
 def test_nothing_is_loaded_from_anywhere(comparison: tuple[Path, str]) -> None:
     _, text = comparison
     page = Page(text)

@@ -155,6 +155,12 @@ def draw_consensus(axes: Axes, groups: Sequence[Group]) -> None:
     _label_spent(axes, "rounds")
 
 
+def is_agreed(group: Group) -> bool:
+    """Whether the clients share one model after every round, as a server's do."""
+    distance = _extremes(group, "consensus", np.mean)
+    return bool(len(distance)) and bool((distance == 0).all())
+
+
 def has_consensus(groups: Sequence[Group]) -> bool:
     return any(bool((_extremes(group, "consensus", np.mean) > 0).any()) for group in groups)
 

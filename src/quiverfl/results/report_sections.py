@@ -117,6 +117,9 @@ def mass(groups: Sequence[Group]) -> Markup:
         )
     if still:
         words.append(f"μ stays 1, or is not used: {', '.join(still)}.")
+    agreed = [group.label for group in groups if figures.is_agreed(group)]
+    if agreed:
+        words.append(f"The shared parts are equal after every round: {', '.join(agreed)}.")
     return section(
         "mass",
         "Push-sum weight and consensus",

@@ -143,7 +143,9 @@ def _values(groups: Sequence[Group]) -> dict[str, list[Any]]:
     """
     settings = [flat({**group.first.config, **_as_used(group.first)}) for group in groups]
     names = dict.fromkeys(name for one in settings for name in one)
-    kept = [name for name in names if name not in ("run.seed", "topology.seed")]
+    sections = list(dict.fromkeys(name.split(".")[0] for name in names))
+    together = sorted(names, key=lambda name: sections.index(name.split(".")[0]))
+    kept = [name for name in together if name not in ("run.seed", "topology.seed")]
     return {name: [one.get(name) for one in settings] for name in kept}
 
 
