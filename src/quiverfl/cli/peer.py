@@ -1,0 +1,285 @@
+"""`quiver peer …`: real peers. Imports gRPC and keys only when a command needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quiverfl.errors import QuiverError
+
+if TYPE_CHECKING:
+    from quiverfl.peer.folder import PeerFolder
+
+app = typer.Typer(help="Run as a peer between real machines.", no_args_is_help=True)
+certs = typer.Typer(help="Keys and certificates of a run.", no_args_is_help=True)
+app.add_typer(certs, name="certs")
+
+Folder = Annotated[Path, typer.Argument(help="The peer's folder.")]
+Authority = Annotated[Path, typer.Argument(help="The folder of the run's authority.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+EXIT_STORE, EXIT_RESTORED, EXIT_UNDELIVERED = 4, 5, 6
+"""Beside 0 done, 2 something to mend, 3 diverged: the disk; a restored backup; shares that could
+not be delivered before the peer ended, safe in its outbox."""
+
+
+@certs.command("init")
+def certs_init(
+    authority: Authority,
+    run: Annotated[str, typer.Option(help="The run's name.")],
+    peer: Annotated[list[str], typer.Option(help="NAME=HOST:PORT, once per peer, in order.")],
+) -> None:
+    """Make an authority, a key per peer (in AUTHORITY/NAME) and the roster."""
+    from quiverfl.peer import identity
+    from quiverfl.peer.roster import ROSTER, Member, Roster
+
+    pairs = [_pair(text) for text in peer]
+    identity.create_authority(authority, run)
+    members = [
+        Member(name, address, (identity.issue(authority, name, authority / name),))
+        for name, address in pairs
+    ]
+    roster = Roster(run, tuple(members))
+    roster.write(authority / ROSTER)
+    print(f"{len(members)} peers: give each its folder of {authority} and {authority / ROSTER}.")
+    print(f"{authority / identity.AUTHORITY_KEY} admits peers to the run: keep it offline.")
+
+
+@certs.command("issue")
+def certs_issue(
+    authority: Authority,
+    name: Annotated[str, typer.Argument(help="The new peer's name.")],
+    address: Annotated[str, typer.Option(help="HOST:PORT of the new peer.")],
+) -> None:
+    """A key for one more peer, added to the roster."""
+    from dataclasses import replace
+
+    from quiverfl.peer import identity
+    from quiverfl.peer.roster import ROSTER, Member, Roster
+
+    roster = Roster.read(authority / ROSTER)
+    if name in roster.names:
+        raise QuiverError(f"{name!r} is in the roster: quiver peer certs rotate renews its key.")
+    key = identity.issue(authority, name, authority / name)
+    member = Member(name, address, (key,))
+    replace(roster, members=(*roster.members, member)).write(authority / ROSTER)
+    print(f"Copy {authority / ROSTER} to every peer, {authority / name} to {name!r} alone.")
+
+
+@certs.command("rotate")
+def certs_rotate(
+    authority: Authority,
+    name: Annotated[str, typer.Argument(help="The peer whose key is renewed.")],
+    forget_old: Annotated[
+        bool, typer.Option(help="Refuse the old key at once: it was stolen.")
+    ] = False,
+) -> None:
+    """A new key for a peer; running peers take it without a restart."""
+    from quiverfl.peer import identity
+    from quiverfl.peer.roster import ROSTER, Roster
+
+    roster = Roster.read(authority / ROSTER)
+    roster.member(name)
+    key = identity.issue(authority, name, authority / name)
+    roster.with_key(name, key, keep_old=not forget_old).write(authority / ROSTER)
+    print(f"First copy {authority / ROSTER} to every peer, then {authority / name} to {name!r}.")
+
+
+@app.command("init")
+def init(
+    folder: Folder,
+    config: Annotated[Path, typer.Option(help="The run's configuration, the same for all.")],
+    keys: Annotated[Path, typer.Option(help="The folder with ca.pem, cert.pem and key.pem.")],
+    roster: Annotated[Path, typer.Option(help="The run's roster.toml.")],
+    name: Annotated[str | None, typer.Option(help="This peer; the keys' folder's name.")] = None,
+    bind: Annotated[str | None, typer.Option(help="HOST:PORT to listen on.")] = None,
+    metrics: Annotated[str, typer.Option(help="127.0.0.1:PORT for Prometheus.")] = "",
+    data: Annotated[str | None, typer.Option(help="Own data: a source or module:function.")] = None,
+    data_path: Annotated[str | None, typer.Option(help="Where a source of one's own lies.")] = None,
+) -> None:
+    """Make a peer's folder: configuration, roster, keys, and what is its own."""
+    from quiverfl.peer.folder import OwnData, OwnSettings, make_folder
+    from quiverfl.peer.roster import Roster
+
+    name = name or keys.name
+    address = Roster.read(roster).member(name).address
+    own = OwnSettings(
+        name=name,
+        bind=bind or address,
+        metrics=metrics,
+        data=None if data is None else OwnData(name=data, path=data_path),
+    )
+    made = make_folder(folder, config, roster, keys, own)
+    made.identity()
+    print(f"{folder} is ready: quiver peer run {folder}")
+
+
+@app.command("run")
+def run(
+    folder: Folder,
+    join: Annotated[
+        bool, typer.Option(help="Enter a run under way: a neighbour's model, a mass of 1.")
+    ] = False,
+    trust_store: Annotated[
+        bool, typer.Option(help="Go on although neighbours remember a newer store.")
+    ] = False,
+) -> None:
+    """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to go on."""
+    from quiverfl.cli.peer_setup import log_to_stderr, run_peer
+    from quiverfl.peer.courier import RestoredBackup
+    from quiverfl.peer.files import StoreError
+
+    log_to_stderr()
+    try:
+        outcome = asyncio.run(run_peer(_read(folder), join, trust_store))
+    except StoreError as problem:
+        _exit(EXIT_STORE, str(problem))
+    except RestoredBackup as problem:
+        _exit(EXIT_RESTORED, str(problem))
+    print(json.dumps(vars(outcome)))
+    if outcome.undelivered:
+        raise typer.Exit(EXIT_UNDELIVERED)
+
+
+@app.command("status")
+def status(folder: Folder, json_: AsJson = False) -> None:
+    """What a running peer is doing."""
+    from quiverfl.peer.control import ask
+    from quiverfl.peer.wire import Order
+
+    found = ask(_read(folder), Order(action="status"))
+    if json_:
+        print(json.dumps(found))
+        return
+    table = Table(show_header=False)
+    for key, value in found.items():
+        table.add_row(key, json.dumps(value) if isinstance(value, dict | list) else str(value))
+    Console().print(table)
+
+
+@app.command("leave")
+def leave(folder: Folder) -> None:
+    """Let a running peer give all its mass away and end; its model is kept in its store."""
+    from quiverfl.peer.control import ask
+    from quiverfl.peer.wire import Order
+
+    ask(_read(folder), Order(action="leave"))
+    print("leaving: the peer ends when its neighbours have taken everything.")
+
+
+@app.command("evict")
+def evict(
+    folder: Folder, peer: Annotated[str, typer.Argument(help="Whom to stop dealing with.")]
+) -> None:
+    """Stop dealing with a peer that is lost. Do it on every remaining peer."""
+    from quiverfl.peer.control import NotRunning, ask
+    from quiverfl.peer.wire import Order
+
+    opened = _read(folder)
+    try:
+        found = ask(opened, Order(action="evict", peer=peer))
+    except NotRunning:
+        found = _evict_at_rest(opened, peer)
+    print(f"{peer} is evicted here; written off: {found['written_off']:.6f}")
+
+
+@app.command("audit")
+def audit(
+    folders: Annotated[list[Path], typer.Argument(help="Peers' folders, or their stores.")],
+    live: Annotated[bool, typer.Option(help="The peers are running.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Prove that no mass was lost or counted twice; exit code 1 if it was."""
+    from quiverfl.peer.audit import audit as audited
+    from quiverfl.peer.folder import STORE
+    from quiverfl.peer.schema import read_statement
+
+    stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
+    report = audited([read_statement(store) for store in stores], live=live)
+    if json_:
+        values = vars(report)
+        print(json.dumps({**values, "error": report.error, "passed": report.passed}))
+    else:
+        print("\n".join(report.lines()))
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("model.safetensors"),
+) -> None:
+    """Write the personal model as safetensors, and how to load it."""
+    import safetensors.numpy
+
+    from quiverfl.cli.peer_setup import configuration, restored_learner
+
+    opened = _read(folder)
+    tensors = restored_learner(opened).model()
+    config = configuration(opened)
+    safetensors.numpy.save_file(tensors, str(out), {"peer": opened.own.name, "format": "pt"})
+    arguments = {"name": config.model.name, **config.model.options()}
+    out.with_suffix(".json").write_text(json.dumps({"model": arguments}, indent=1) + "\n")
+    print(f"{len(tensors)} tensors in {out}. To load them:")
+    print("    from safetensors.torch import load_file")
+    print(f"    model.load_state_dict(load_file({str(out)!r}))  # model: {json.dumps(arguments)}")
+
+
+@app.command("demo")
+def demo(
+    peers: Annotated[int, typer.Option(min=2, max=64, help="How many processes.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each.")] = 20,
+    mode: Annotated[str, typer.Option(help="sync or async.")] = "async",
+    kills: Annotated[int, typer.Option(min=0, help="Kill and restart so many at random.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder to write to; must be new.")] = Path(
+        "runs/peer-demo"
+    ),
+) -> None:
+    """A swarm on this machine: certificates, processes, a live table, an audit, a report."""
+    from quiverfl.cli.peer_demo import run_demo
+
+    if mode not in ("sync", "async"):
+        raise QuiverError(f"--mode {mode}: it is sync or async.")
+    if not run_demo(out, peers, rounds, mode, kills):
+        raise typer.Exit(1)
+
+
+def _read(folder: Path) -> PeerFolder:
+    from quiverfl.peer.folder import PeerFolder
+
+    return PeerFolder.read(folder)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, address = text.partition("=")
+    if not separator or ":" not in address:
+        raise QuiverError(f"--peer {text!r}: write NAME=HOST:PORT.")
+    return name, address
+
+
+def _evict_at_rest(folder: PeerFolder, peer: str) -> dict[str, Any]:
+    """The peer is not running: change its books directly."""
+    from quiverfl.peer import ledger
+    from quiverfl.peer.store import Store
+
+    folder.roster.member(peer)
+    store = Store.open(folder.store)
+    try:
+        before = store.accounts()
+        after = ledger.evict(before, peer)
+        store.evict(after, peer, before.link(peer).outbox)
+    finally:
+        store.close()
+    return {"written_off": (after.written_off - before.written_off) / ledger.UNIT}
+
+
+def _exit(code: int, sentence: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[red]error:[/red] {sentence}", soft_wrap=True)
+    raise typer.Exit(code)
