@@ -129,6 +129,7 @@ def make_method(config: Config) -> Method:
 
 
 def load_data(config: Config) -> Dataset:
+    root = None if config.data.root is None else Path(config.data.root)
     return load_dataset(config.data.name, config.data.root, **config.data.options)
 
 

@@ -6,8 +6,9 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from quiverfl.cli import data, run, topology
+from quiverfl.cli import data, peer, report, run, topology
 from quiverfl.errors import Diverged, QuiverError
 
 app = typer.Typer(
@@ -19,10 +20,12 @@ app = typer.Typer(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("compare")(run.compare)
+app.command("report")(report.report)
 app.command("methods")(run.methods)
 app.command("topologies")(topology.topologies)
 app.add_typer(topology.app, name="topology")
 app.add_typer(data.app, name="data")
+app.add_typer(peer.app, name="peer")
 app.add_typer(data.partition_app, name="partition")
 
 
@@ -32,10 +35,10 @@ def main() -> None:
     try:
         app()
     except Diverged as error:
-        errors.print(f"[red]diverged:[/red] {error}")
+        errors.print(f"[red]diverged:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(3)
     except QuiverError as error:
-        errors.print(f"[red]error:[/red] {error}", markup=True)
+        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         errors.print("interrupted; `quiver resume` goes on from the last checkpoint.")

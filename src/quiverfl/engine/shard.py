@@ -23,6 +23,7 @@ from quiverfl.task import Point, Task
 from quiverfl.training import Training
 
 Flags = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
@@ -195,6 +196,7 @@ class Shard:
             metrics = evaluate(
                 self._task, self._trainer.program, self._executor, self._test, point, group.rows
             )
+            self._check_loss(metrics["loss"], group, round)
             join(found, metrics, group.rows, len(everyone))
         for row, metrics_of_row in known.items():
             join(found, select(metrics_of_row), np.array([row]), len(everyone))
@@ -225,6 +227,11 @@ class Shard:
             rows = everyone[begin : begin + width]
             arrived = {name: leaf[_index(rows)] for name, leaf in mixed.items()}
             self.write(rows, torch.vmap(self._method.merge)(self.rows(rows), arrived))
+
+    def _check_loss(self, losses: Floats, group: Group, round: int) -> None:
+        bad = np.flatnonzero(~np.isfinite(losses) & (self._test.sizes[group.rows] > 0))
+        if len(bad):
+            raise Diverged(round, int(group.ids[bad[0]]), "the test loss")
 
     def _check_finite(self, state: State, group: Group, round: int, where: str) -> None:
         for leaf in state:
