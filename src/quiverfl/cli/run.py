@@ -62,8 +62,7 @@ def compare(
 ) -> None:
     """Run several methods on the same data, model and seeds; a table and an HTML report."""
     from quiverfl.results.report import write_report
-    from quiverfl.results.table_formats import rich
-    from quiverfl.results.tables import comparison_table
+    from quiverfl.results.terminal import print_comparison
 
     settings = load_config(config, set_ or ())
     names = list(METHODS) if methods == "all" else _names(methods)
@@ -78,7 +77,7 @@ def compare(
     if json_:
         print(json.dumps(summaries))
         return
-    Console().print(rich(comparison_table(groups)))
+    print_comparison(Console(), groups)
     Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
 
 
