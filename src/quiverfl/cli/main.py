@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from quiverfl.cli import data, peer, report, run, topology
+from quiverfl.cli import data, peer, report, run, sweep, topology
 from quiverfl.errors import Diverged, QuiverError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("compare")(run.compare)
 app.command("report")(report.report)
+app.command("sweep")(sweep.sweep)
 app.command("methods")(run.methods)
 app.command("topologies")(topology.topologies)
 app.add_typer(topology.app, name="topology")

@@ -56,15 +56,20 @@ def page(groups: Sequence[Group], stage: str = "local") -> str:
     }
     names = ("results", "curves", "clients", "data", "graph", "mass", "configuration")
     links = [tag("a", title, href=f"#{n}") for title, n in zip(parts, names, strict=True)]
-    body = tag(
-        "body",
+    return document(
+        title_of(groups),
         _header(groups),
         tag("nav", *links, aria_label="Contents"),
         _notes(groups),
         tag("main", *parts.values()),
         _footer(groups),
     )
-    return "<!doctype html>\n" + tag("html", _head(title_of(groups)), body, lang="en") + "\n"
+
+
+def document(title: str, *body: str) -> str:
+    """A page that looks like a report, whatever is in it."""
+    whole = tag("html", _head(title), tag("body", *body), lang="en")
+    return f"<!doctype html>\n{whole}\n"
 
 
 def _head(title: str) -> Markup:

@@ -1,0 +1,211 @@
+"""`quiver sweep`: a grid of experiments, each in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from quiverfl.cli.overview import describe, overview
+from quiverfl.errors import QuiverError
+from quiverfl.results import numbers
+from quiverfl.sweeps.places import Places
+from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
+from quiverfl.sweeps.pool import Outcome, cores, pending, run_cells
+
+Jobs = Annotated[int, typer.Option(help="Cells at a time; the cores are split among them.")]
+Out = Annotated[Path, typer.Option(help="Folder; sweeps in the same one share finished cells.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value for every cell.")
+]
+Methods = Annotated[
+    str | None, typer.Option(help="Comma-separated; those of the file if not given.")
+]
+Seeds = Annotated[str | None, typer.Option(help="Comma-separated; those of the file if not given.")]
+Cases = Annotated[str | None, typer.Option(help="Semicolon-separated names of cases.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would run, and how long.")]
+Estimated = Annotated[bool, typer.Option(help="Estimate the time first, by short trials.")]
+Retry = Annotated[bool, typer.Option("--retry", help="Run cells that diverged once more.")]
+Events = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard event files too.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A TOML file with a base and a grid.")],
+    jobs: Jobs = 2,
+    out: Out = Path("runs"),
+    methods: Methods = None,
+    seeds: Seeds = None,
+    cases: Cases = None,
+    set_: Settings = None,
+    dry_run: DryRun = False,
+    estimated: Estimated = True,
+    retry: Retry = False,
+    tensorboard: Events = False,
+    quiet: Quiet = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The cells as JSON.")] = False,
+) -> None:
+    """Run a grid of experiments; started again it goes on where it was.
+
+    Finished cells are skipped, interrupted ones resumed, and a cell that fails stops no other.
+    """
+    plan = load_sweep(file, choice(methods, seeds, cases, set_))
+    places = Places(out)
+    carry_out(plan.cells, places, jobs, dry_run, estimated, retry, quiet or as_json)
+    rows = cell_rows(plan, places)
+    if as_json:
+        typer.echo(json.dumps(rows))
+    if dry_run:
+        if not as_json:
+            _list(rows)
+        return
+    finished = [cell for cell in plan.cells if places.state(cell) == "finished"]
+    if finished:
+        _report(finished, places, out / plan.name, as_json)
+    if tensorboard:
+        write_events(finished, places, out / plan.name / "tensorboard")
+    leave(plan.cells, places)
+
+
+def choice(
+    methods: str | None, seeds: str | None, cases: str | None, values: Sequence[str] | None
+) -> Choice:
+    """The options of the command line, taken apart."""
+    return Choice(
+        None if methods is None else _words(methods, ","),
+        None if seeds is None else _numbers(seeds),
+        None if cases is None else _words(cases, ";"),
+        tuple(values or ()),
+    )
+
+
+def carry_out(
+    cells: Sequence[Cell],
+    places: Places,
+    jobs: int,
+    dry_run: bool,
+    estimated: bool,
+    retry: bool,
+    quiet: bool,
+) -> list[Outcome]:
+    """Say how much there is to do, do it, and show it meanwhile."""
+    todo = pending(cells, places, retry)
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    names = {cell.name for cell in cells}
+    console.print(f"{len(names)} cells, {len(names) - len(todo)} of them done before.")
+    seconds: dict[str, float | None] = {}
+    if estimated and todo:
+        seconds = _estimate(todo, cells, places, jobs, console)
+    if dry_run or not todo:
+        return []
+    try:
+        with overview(todo, seconds, quiet) as watcher:
+            return run_cells(todo, places, jobs, watcher)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from the checkpoints.")
+        raise typer.Exit(1) from None
+
+
+def _estimate(
+    todo: Sequence[Cell], cells: Sequence[Cell], places: Places, jobs: int, console: Console
+) -> dict[str, float | None]:
+    from quiverfl.sweeps.estimate import estimate
+
+    with console.status("estimating the time by short trials …") as status:
+        found = estimate(
+            todo,
+            places,
+            cells,
+            max(1, cores() // max(1, jobs)),
+            lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …"),
+        )
+    unknown = f"; {found.unknown} cells could not be estimated" if found.unknown else ""
+    console.print(
+        f"about {numbers.duration(found.total(jobs))} with {jobs} at a time "
+        f"({found.trials} short trials, {found.measured} cells judged by earlier runs{unknown})."
+    )
+    return found.seconds
+
+
+def leave(cells: Sequence[Cell], places: Places) -> None:
+    """Say which cells failed, and end with the exit code of the worst."""
+    failed = [cell for cell in cells if places.state(cell) != "finished"]
+    if not failed:
+        return
+    console = Console(stderr=True, highlight=False)
+    for cell in failed:
+        reason = places.message(cell) or "not run"
+        console.print(f"not finished: {describe(cell)}. {reason}", markup=False, soft_wrap=True)
+    diverged = all(places.state(cell) == "diverged" for cell in failed)
+    raise typer.Exit(3 if diverged else 2)
+
+
+def cell_rows(plan: Sweep, places: Places) -> list[dict[str, Any]]:
+    """What there is to know about each cell."""
+    return [
+        {
+            "cell": cell.name,
+            "case": cell.case,
+            **dict(cell.point),
+            "method": cell.config.method.name,
+            "seed": cell.config.run.seed,
+            "state": places.state(cell),
+            "folder": str(places.run(cell)),
+            "error": places.message(cell) if places.state(cell) != "finished" else "",
+        }
+        for cell in plan.cells
+    ]
+
+
+def write_events(cells: Sequence[Cell], places: Places, folder: Path) -> None:
+    """TensorBoard events of finished cells, each once."""
+    from quiverfl.results.tensorboard import write_events as write
+
+    for cell in cells:
+        target = folder / cell.name
+        if not any(target.glob("*tfevents*")):
+            write(places.run(cell), target)
+
+
+def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) -> None:
+    """A page, a table and the numbers of each case."""
+    from quiverfl.results.files import replace_file
+    from quiverfl.results.report import write_report
+    from quiverfl.results.scores import comparison
+    from quiverfl.results.terminal import print_comparison
+
+    console = Console(quiet=quiet, highlight=False)
+    for case in dict.fromkeys(cell.case for cell in cells):
+        runs = [places.run(cell) for cell in cells if cell.case == case]
+        name = "".join(c if c.isalnum() or c in ".-" else "-" for c in case) or "report"
+        groups = write_report(runs, folder / f"{name}.html")
+        numbers_file = folder / f"{name}.csv"
+        replace_file(numbers_file, comparison(groups).to_csv(index=False).encode())
+        if case:
+            console.print(f"\n{case}", style="bold", markup=False)
+        print_comparison(console, groups)
+        page = folder / f"{name}.html"
+        console.print(f"report: {page}", soft_wrap=True, markup=False)
+
+
+def _list(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        typer.echo(f"{row['state']:<9} {row['cell']}  {row['case']}".rstrip())
+
+
+def _words(text: str, separator: str) -> list[str]:
+    words = [word.strip() for word in text.split(separator) if word.strip()]
+    if not words:
+        raise QuiverError(f"{text!r}: name at least one, separated by {separator!r}.")
+    return list(dict.fromkeys(words))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise QuiverError(f"--seeds {text!r}: write whole numbers, such as 0,1,2.") from None

@@ -1,0 +1,111 @@
+"""A process that runs cells, one after the other: `python -m quiverfl.sweeps.job`.
+
+Orders come as lines of JSON on standard input. When it ends, because the sweep is over or was
+killed, this process ends at once: a run folder survives that at any moment. On standard output it
+says, in lines of JSON, when a round is over and how a cell ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from quiverfl.config import Config, parse
+from quiverfl.data.dataset import Dataset
+from quiverfl.engine.history import Metrics, Record
+from quiverfl.errors import Diverged, QuiverError
+from quiverfl.experiment import load_data, run_in_folder
+
+Order = dict[str, Any]
+"""config, and the paths folder, lock and log."""
+
+DIVERGED, REFUSED, BROKEN = 3, 2, 1
+"""How a cell ends if not with 0; as the command line's exit codes."""
+
+
+def main() -> None:
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is for the log
+    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(orders,), daemon=True).start()
+    data: dict[str, Dataset] = {}
+    while True:
+        order = orders.get()
+        with Path(order["log"]).open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        code, message = run(order, data, said)
+        _say(said, {"ended": code, "message": message})
+
+
+def _read(orders: queue.SimpleQueue[Order]) -> None:
+    for line in sys.stdin:
+        orders.put(json.loads(line))
+    os._exit(0)
+
+
+def run(order: Order, data: dict[str, Dataset], said: TextIO) -> tuple[int, str]:
+    """Carry out one order: 0, or what went wrong and why. The data stays for the next one."""
+    try:
+        config = parse(order["config"])
+        with _alone(Path(order["lock"])):
+            run_in_folder(config, Path(order["folder"]), _Telling(said), _kept(config, data))
+    except QuiverError as error:
+        return (DIVERGED if isinstance(error, Diverged) else REFUSED), str(error)
+    except Exception as error:
+        # A mistake in one's own model or ours: the next cell may still go well.
+        traceback.print_exc()
+        sys.stderr.flush()
+        return BROKEN, f"{type(error).__name__}: {error} (see {order['log']})"
+    return 0, ""
+
+
+def _kept(config: Config, data: dict[str, Dataset]) -> Dataset:
+    key = json.dumps([config.data.name, config.data.root, config.data.options], default=str)
+    if key not in data:
+        data[key] = load_data(config)
+    return data[key]
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait while another sweep runs the same cell; what it finished is not repeated."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class _Telling:
+    """Says after every round how far it is and how good: the mean over clients at each stage."""
+
+    def __init__(self, said: TextIO) -> None:
+        self._said = said
+        self._scores: dict[str, float] = {}
+
+    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+        values = metrics.get("accuracy", metrics["loss"])
+        if not np.isnan(values).all():
+            self._scores[stage] = float(np.nanmean(values))
+
+    def finished(self, record: Record) -> None:
+        _say(self._said, {"round": int(record["round"]) + 1, "scores": self._scores})
+
+
+def _say(said: TextIO, line: dict[str, Any]) -> None:
+    print(json.dumps(line), file=said, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""A sweep: a TOML file → cells, each a whole configuration with a name made from its content.
+
+    base = "base.toml"          # a configuration file beside this one, or a table [base.…]
+    methods = ["dfedpgp", …]    # each with what [overrides.METHOD] of the configuration says
+    seeds = [0, 1, 2]
+
+    [grid]                      # every combination of these; [[grid]] several times adds them up
+    training.lr = [0.03, 0.1]
+
+    [[case]]                    # named settings that belong together, laid over the base
+    name = "CIFAR-10 Dir-0.3"
+    data = { name = "cifar10", partition = "dirichlet", alpha = 0.3 }
+
+A cell is the same cell wherever it comes from: sweeps that share a folder share finished runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quiverfl.config import Config, parse, setting
+from quiverfl.errors import QuiverError, nearest
+
+Tree = dict[str, Any]
+Point = tuple[tuple[str, Any], ...]
+
+KNOWN = ("base", "methods", "seeds", "grid", "case")
+HASH_LETTERS = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep."""
+
+    config: Config
+    case: str = ""
+    """The name of its case, where the sweep has cases."""
+    point: Point = ()
+    """Its place in the grid, apart from method and seed."""
+
+    @property
+    def name(self) -> str:
+        """Readable in front, unique behind: the hash of everything that decides the result."""
+        data = self.config.data
+        options = "".join(f"{value:g}" for value in (data.alpha, data.classes_per_client) if value)
+        words = (
+            self.config.method.name,
+            data.name,
+            f"{data.partition}{options}",
+            f"seed{self.config.run.seed}",
+        )
+        plain = "".join(c if c.isalnum() or c in ".-" else "_" for c in "-".join(words))
+        return f"{plain}-{self.config.identity()[:HASH_LETTERS]}"
+
+    @property
+    def label(self) -> str:
+        """What sets it apart from cells of other cases or elsewhere in the grid."""
+        return ", ".join(filter(None, (self.case, *(_words(key, v) for key, v in self.point))))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    name: str
+    cells: tuple[Cell, ...]
+
+    def cases(self) -> list[str]:
+        """The labels of its cells, in their order."""
+        return list(dict.fromkeys(cell.label for cell in self.cells))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a sweep is wanted; None: what its file says."""
+
+    methods: Sequence[str] | None = None
+    seeds: Sequence[int] | None = None
+    cases: Sequence[str] | None = None
+    values: Sequence[str] = ()
+    """`section.key=value` texts that win over the file."""
+
+
+def load_sweep(path: Path, choice: Choice | None = None) -> Sweep:
+    """Read and check the whole plan before anything runs."""
+    choice = choice or Choice()
+    tree = _read(path)
+    for key in tree:
+        if key not in KNOWN:
+            raise QuiverError(f"{path}: unknown key {key!r}; {nearest(key, KNOWN)}")
+    before, after = _settings(choice.values)
+    base = _base(tree, path)
+    blocks = _chosen(_blocks(tree, path), choice)
+    cells = [
+        Cell(config.with_values(after), name, point)
+        for name, case in _cases(tree, choice, path)
+        for block in blocks
+        for config, point in _points(_laid_over(base, case), block, before, path)
+    ]
+    if not cells:
+        raise QuiverError(f"{path}: nothing is left to run: it has none of these methods.")
+    return Sweep(path.stem, tuple({(cell.label, cell.name): cell for cell in cells}.values()))
+
+
+def _read(path: Path) -> Tree:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise QuiverError(f"{path}: no such sweep file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise QuiverError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise QuiverError(f"{path}: not valid TOML: {error}") from error
+
+
+def _base(tree: Tree, path: Path) -> Tree:
+    base = tree.get("base", {})
+    if isinstance(base, str):
+        return _read(path.parent / base)
+    if not isinstance(base, dict):
+        raise QuiverError(f"{path}: base = {base!r}: name a configuration file, or write [base.…].")
+    return base
+
+
+def _cases(tree: Tree, choice: Choice, path: Path) -> list[tuple[str, Tree]]:
+    written = tree.get("case", [{"name": ""}])
+    if not isinstance(written, list) or not all(isinstance(case, dict) for case in written):
+        raise QuiverError(f"{path}: cases are written as [[case]], each with a name.")
+    cases: dict[str, Tree] = {}
+    for case in written:
+        name = case.get("name")
+        if not isinstance(name, str) or name in cases or (not name and "case" in tree):
+            raise QuiverError(
+                f"{path}: case name {name!r}: every [[case]] needs a name of its own."
+            )
+        cases[name] = {key: value for key, value in case.items() if key != "name"}
+    if choice.cases is None:
+        return list(cases.items())
+    for name in choice.cases:
+        if name not in cases:
+            raise QuiverError(f"{path}: no case {name!r}; {nearest(name, cases)}")
+    return [(name, case) for name, case in cases.items() if name in choice.cases]
+
+
+def _blocks(tree: Tree, path: Path) -> list[dict[str, list[Any]]]:
+    """The grids, each as `section.key` → values; methods and seeds are keys like any other."""
+    written = tree.get("grid", {})
+    common: Tree = {key: tree[key] for key in ("methods", "seeds") if key in tree}
+    blocks = [_flat({**common, **block}) for block in (written if _is_list(written) else [written])]
+    for block in blocks:
+        for name, key in (("methods", "method.name"), ("seeds", "run.seed")):
+            if name in block:
+                if key in block:
+                    raise QuiverError(f"{path}: {name} and grid {key} are the same: give one.")
+                block[key] = block.pop(name)
+        for key, values in block.items():
+            if not isinstance(values, list) or not values:
+                raise QuiverError(
+                    f"{path}: {key} = {values!r}: a grid needs a list of values, like [1, 2]."
+                )
+    return blocks
+
+
+def _chosen(blocks: Sequence[dict[str, list[Any]]], choice: Choice) -> list[dict[str, list[Any]]]:
+    """The grids with the chosen methods and seeds. Of several grids each keeps its own methods."""
+    chosen = [dict(block) for block in blocks]
+    for block in chosen:
+        if choice.seeds is not None:
+            block["run.seed"] = list(choice.seeds)
+        if choice.methods is not None:
+            own = block.get("method.name", []) if len(blocks) > 1 else choice.methods
+            block["method.name"] = [name for name in choice.methods if name in own]
+    return chosen
+
+
+def _points(
+    tree: Tree,
+    block: Mapping[str, list[Any]],
+    before: Sequence[tuple[str, Any]],
+    path: Path,
+) -> Iterable[tuple[Config, Point]]:
+    config = parse(tree, str(path)).with_values(before)
+    own: dict[str, list[Any]] = {
+        "method.name": [config.method.name],
+        "run.seed": [config.run.seed],
+    }
+    axes = own | dict(block)
+    others = [key for key in axes if key not in ("method.name", "run.seed")]
+    for name in axes["method.name"]:
+        for values in itertools.product(*(axes[key] for key in others)):
+            point = tuple(zip(others, values, strict=True))
+            for seed in axes["run.seed"]:
+                yield config.for_method(name).with_values([*point, ("run.seed", seed)]), point
+
+
+def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """`--set` texts: overrides before a method is chosen, everything else has the last word."""
+    before: list[tuple[str, Any]] = []
+    after: list[tuple[str, Any]] = []
+    for text in texts:
+        key, value = setting(text)
+        if key in ("method.name", "run.seed"):
+            option = "--methods" if key == "method.name" else "--seeds"
+            raise QuiverError(f"--set {text}: a sweep has several: use {option}.")
+        (before if key.startswith("overrides.") else after).append((key, value))
+    return before, after
+
+
+def _laid_over(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:
+    merged = dict(base)
+    for key, value in case.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _laid_over(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`training.lr` whether it was written with or without quotes."""
+    pairs: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping)
+        pairs.update(_flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value})
+    return pairs
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _words(key: str, value: Any) -> str:
+    return f"{key.rsplit('.', 1)[-1]} {value}"
