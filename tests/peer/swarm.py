@@ -27,7 +27,7 @@ from quiverfl.peer.schema import read_statement
 from quiverfl.peer.tally import JsonLines
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["quiverfl", "quiverfl.peer.node"])
+CONTEXT.set_forkserver_preload(["quiverfl.cli.peer_setup", "sklearn.datasets"])
 
 
 class Quadratic:

@@ -42,22 +42,25 @@ hidden = [64, 32]
 
 [method]
 name = "dfedpgp"
+step_floor = 0.5    # kills and restarts make some masses small, and the step on z is lr / mass
 
 [topology]
 name = "random_push"
 neighbors = {neighbors}
 
 [training]
-lr = 0.1
+lr = 0.05
 momentum = 0.9
 batch_size = 16
+clip_norm = 10.0
 
 [run]
 rounds = {rounds}
 
 [peers]
 mode = "{mode}"
-pause = {pause}
+deadline = {deadline}
+staleness = 3
 """
 START_SECONDS = 120.0
 
@@ -161,7 +164,7 @@ def make_swarm(root: Path, peers: int, rounds: int, mode: str) -> dict[str, Peer
         rounds=rounds,
         mode=mode,
         neighbors=min(3, peers - 1),
-        pause=0.2 if mode == "async" else 0.0,
+        deadline=60.0 if mode == "sync" else 10.0,
     )
     (root / "run.toml").write_text(text)
     return {

@@ -1,0 +1,72 @@
+"""A ResNet-18 sized share over loopback with TLS, checksums and all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from quiverfl.peer import wire
+from quiverfl.peer.identity import Identity
+from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.manifest import Manifest
+from quiverfl.peer.roster import ROSTER, Roster
+from quiverfl.peer.terms import Terms
+from quiverfl.peer.wire import SERVICE, Reply
+
+from .swarm import Options, Swarm
+from .test_refusals import Caller
+
+PARAMETERS = 11_168_832
+
+
+class _Remote:
+    """What Caller needs to know of a peer in another process."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+
+
+async def _rate(swarm: Swarm, payload: bytes, seqs: range) -> float:
+    folder = swarm.folders["peer-1"]
+    manifest = Manifest.of({"u": np.zeros(PARAMETERS, dtype=np.float32)})
+    terms = Terms("test", "peer-1", "c" * 64, manifest)
+    address = Roster.read(folder / ROSTER).member("peer-0").address
+    caller = Caller(_Remote(terms), address, Identity.read(folder))  # type: ignore[arg-type]
+    for _ in range(120):
+        try:
+            await caller.hello()
+            break
+        except grpc.aio.AioRpcError:  # still starting
+            await asyncio.sleep(0.5)
+    best = 0.0
+    for seq in seqs:
+        call = caller.channel.stream_stream(f"/{SERVICE}/Push")()
+        first = wire.encode(caller.announcement(payload, seq=seq, units=UNIT // 100))
+        started = time.perf_counter()
+        await call.write(first)
+        assert wire.decode(Reply, await call.read()).word == "proceed"
+        for frame in wire.frames(payload):
+            await call.write(frame)
+        assert wire.decode(Reply, await call.read()).word == "staged"
+        best = max(best, len(payload) / (time.perf_counter() - started) / 1e6)
+        assert wire.decode(Reply, await call.read()).word == "applied"
+    await caller.channel.close()
+    return best
+
+
+@pytest.mark.slow
+def test_a_resnet_passes_at_three_hundred_megabytes_a_second(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path, 2, Options(size=PARAMETERS, rounds=0, linger=300.0))
+    payload = np.ones(PARAMETERS, dtype="<f4").tobytes()
+    swarm.start("peer-0")
+    try:
+        rate = asyncio.run(_rate(swarm, payload, range(1, 9)))
+    finally:
+        swarm.close()
+    print(f"{len(payload) / 1e6:.0f} MB at {rate:.0f} MB/s")
+    assert rate >= 300
