@@ -110,6 +110,8 @@ class RunConfig(Section):
     """Clients in as many equal groups, each with its own number of epochs."""
     evaluate_every: int = 1
     keep_local: bool = True
+    gradients: bool = False
+    """Measure the gradients that DFedPGP's theorem bounds in every evaluated round."""
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
     threads: int | None = None
@@ -117,8 +119,8 @@ class RunConfig(Section):
     checkpoint_every: int = 10
 
 
-RUNTIME_KEYS = ("device", "threads", "checkpoint_every")
-"""How a run is carried out: not part of what it is."""
+RUNTIME_KEYS = ("device", "threads", "checkpoint_every", "gradients")
+"""How a run is carried out and looked at: not part of what it is."""
 
 
 class Config(Section):

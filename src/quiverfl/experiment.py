@@ -91,6 +91,7 @@ class Experiment:
             executor=settings.executor,
             evaluate_every=settings.evaluate_every,
             keep_local=settings.keep_local,
+            gradients=settings.gradients,
             recorder=recorder,
             resume=resume,
             checkpoint=None if folder is None else folder.save,

@@ -13,6 +13,7 @@ import numpy as np
 
 from quiverfl.engine.accounting import consensus_distance, spread_of_mass, traffic
 from quiverfl.engine.exchange import Exchange
+from quiverfl.engine.gradients import gradient_norms
 from quiverfl.engine.history import Record, Recorder
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
@@ -22,11 +23,13 @@ from quiverfl.topologies.graph import Graph, Topology
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many rounds, which are evaluated, and whether local models are kept at the end."""
+    """How many rounds, which are evaluated, whether local models are kept at the end, and whether
+    the gradients that the theorem bounds are measured."""
 
     rounds: int
     evaluate_every: int = 1
     keep_local: bool = True
+    gradients: bool = False
 
     def evaluates(self, round: int) -> bool:
         return (round + 1) % self.evaluate_every == 0 or round == self.rounds - 1
@@ -62,8 +65,9 @@ def play(
         cost = mix(shard, exchange, graph, t)
         clock.lap("mix_seconds")
         evaluate(shard, recorder, schedule, t, "mixed")
+        state = _state_of(shard, method, schedule, t)
         clock.lap("evaluate_seconds")
-        recorder.finished({"round": t, **clock.record(), **cost, **_state_of(shard, schedule, t)})
+        recorder.finished({"round": t, **clock.record(), **cost, **state})
         after_round(t)
         graph = following
 
@@ -105,12 +109,14 @@ def checked(method: Method, graph: Graph) -> Graph:
     return graph
 
 
-def _state_of(shard: Shard, schedule: Schedule, round: int) -> Record:
+def _state_of(shard: Shard, method: Method, schedule: Schedule, round: int) -> Record:
     record: Record = {"steps": shard.steps.tolist(), **spread_of_mass(shard.state)}
-    record["consensus"] = None
+    record.update(consensus=None, gradient_shared=None, gradient_personal=None)
     if schedule.evaluates(round):
         mu = getattr(shard.state, "mu", None)
         record["consensus"] = consensus_distance(shard.state.u, mu)
+        if schedule.gradients:
+            record.update(gradient_norms(shard, method))
     return record
 
 

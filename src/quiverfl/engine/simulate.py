@@ -111,6 +111,7 @@ def simulate(
     executor: Literal["auto", "vectorized", "sequential"] = "auto",
     evaluate_every: int = 1,
     keep_local: bool = True,
+    gradients: bool = False,
     recorder: Recorder | None = None,
     resume: Checkpoint | None = None,
     checkpoint: Callable[[Checkpoint], None] | None = None,
@@ -121,9 +122,10 @@ def simulate(
     `rounds=0` returns the initial states. `threads=None` leaves torch's setting alone.
     `epochs_per_client` replaces the epochs of the phase that trains what is sent.
     `keep_local` keeps, at the end, every client's model from before the last communication: one
-    more copy of all models. `recorder` is told of every evaluation and round as it happens;
-    `checkpoint` is given the whole state every `checkpoint_every` rounds and at the end, and
-    `resume` takes it back: the result is that of an uninterrupted run.
+    more copy of all models. `gradients` measures, in every evaluated round, the gradients that
+    DFedPGP's theorem bounds (engine/gradients.py). `recorder` is told of every evaluation and
+    round as it happens; `checkpoint` is given the whole state every `checkpoint_every` rounds and
+    at the end, and `resume` takes it back: the result is that of an uninterrupted run.
     """
     _check(task, data, method, topology, rounds, epochs_per_client, executor, evaluate_every)
     with _threads(threads):
@@ -153,7 +155,7 @@ def simulate(
                 checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
 
         both = _Both(history, recorder)
-        schedule = Schedule(rounds, evaluate_every, keep_local)
+        schedule = Schedule(rounds, evaluate_every, keep_local, gradients)
         play(
             shard, exchange, topology, method, both, schedule, start=start, after_round=after_round
         )

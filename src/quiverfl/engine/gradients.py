@@ -1,0 +1,80 @@
+"""The gradients that DFedPGP's theorem bounds, on the full local training sets.
+
+    Δ_ū = ‖(1/m) Σ_i ∇_u F_i(ū, v_i)‖²      at the mean ū of the clients' shared parts
+    Δ_v = (1/m) Σ_i ‖∇_v F_i(z_i, v_i)‖²    at the model (z_i, v_i) each client would use
+
+They cost two passes over all training data, forward and backward, and so are asked for by name.
+Inputs are prepared and not augmented: F_i is the loss on the examples as they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quiverfl.engine.phases import Trainer
+from quiverfl.engine.shard import Shard
+from quiverfl.methods.contract import Method, Part, State
+from quiverfl.task import Point
+
+Integers = npt.NDArray[np.int64]
+
+SLAB = 512
+"""Samples per client that pass through the model at once."""
+
+
+def gradient_norms(shard: Shard, method: Method) -> dict[str, float]:
+    """Δ_ū and Δ_v of the states as they are now, for a shard that holds every client."""
+    trainer = shard._trainer
+    mean = mean_shared(shard.state)
+    shared = torch.zeros_like(mean, dtype=torch.float64)
+    personal = 0.0
+    for group in shard.groups(np.arange(len(shard.ids))):
+        own: Point = torch.vmap(method.personal)(shard.rows(group.rows))
+        agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
+        common = Point(agreed, own.personal)
+        shared += full_gradient(trainer, common, "shared", group.rows).sum(dim=0)
+        personal += float(full_gradient(trainer, own, "personal", group.rows).square().sum())
+    clients = len(shard.ids)
+    return {
+        "gradient_shared": float((shared / clients).square().sum()),
+        "gradient_personal": personal / clients,
+    }
+
+
+def mean_shared(state: State) -> Tensor:
+    """ū = Σu / Σμ: the mean of the u, since Σμ = m; with messages in flight, of what is here."""
+    total: Tensor = state.u.sum(dim=0, dtype=torch.float64)
+    mu: Tensor | None = getattr(state, "mu", None)
+    return total / (len(state.u) if mu is None else mu.sum())
+
+
+def full_gradient(trainer: Trainer, point: Point, part: Part, rows: Integers) -> Tensor:
+    """The gradient of each client's mean training loss, float64 [clients, size of the part]."""
+    sizes = trainer.examples.sizes[rows]
+    values = point.shared if part == "shared" else point.personal
+    total = torch.zeros_like(values, dtype=torch.float64)
+    if not values.shape[1]:
+        return total
+    for begin in range(0, int(sizes.max()), SLAB):
+        here = np.flatnonzero(sizes > begin)
+        counts = np.minimum(sizes[here] - begin, SLAB)
+        width = int(counts.max())
+        samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
+        x, y = trainer.examples.gather(rows[here], samples)
+        some = point if len(here) == len(rows) else Point(*(half[here] for half in point))
+        gradient = trainer.executor.bind(trainer.program, some, part)
+        slope = gradient(len(here), x, y, _weights(counts, width, values))
+        share = torch.from_numpy(counts / sizes[here]).to(total.device)
+        total[here] += slope.double() * share.unsqueeze(1)
+    return total
+
+
+def _weights(counts: Integers, width: int, like: Tensor) -> Tensor | None:
+    """1 for samples, 0 for padding; None where nothing is padded."""
+    if (counts == width).all():
+        return None
+    inside = torch.from_numpy(np.arange(width) < counts[:, None])
+    return inside.to(dtype=like.dtype, device=like.device)
