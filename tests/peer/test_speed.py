@@ -61,7 +61,7 @@ async def _rate(swarm: Swarm, payload: bytes, seqs: range) -> float:
 
 @pytest.mark.slow
 def test_a_resnet_passes_at_three_hundred_megabytes_a_second(tmp_path: Path) -> None:
-    swarm = Swarm(tmp_path, 2, Options(size=PARAMETERS, rounds=0, linger=300.0))
+    swarm = Swarm(tmp_path, 2, Options(size=PARAMETERS, neighbours=1, rounds=0, linger=300.0))
     payload = np.ones(PARAMETERS, dtype="<f4").tobytes()
     swarm.start("peer-0")
     try:

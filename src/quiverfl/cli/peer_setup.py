@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ from quiverfl.seeds import stream
 from quiverfl.topologies.graph import Topology
 
 HISTORY = "history.jsonl"
+Record = Callable[[dict[str, Any]], None]
+
+
+def _ignore(line: dict[str, Any]) -> None:
+    """Nobody keeps the history."""
 
 
 def configuration(folder: PeerFolder) -> Config:
@@ -127,37 +133,37 @@ def _all_of(dataset: Dataset) -> FederatedData:
     return federate(dataset, Partition((parts[0],), (parts[1],), counts[0], counts[1]))
 
 
-async def run_peer(folder: PeerFolder, join: bool, trust_store: bool) -> Outcome:
-    """Everything from the folder to the end of the process."""
+async def assemble(
+    folder: PeerFolder, join: bool = False, trust_store: bool = False, record: Record = _ignore
+) -> Node:
+    """A node on a folder, its store opened, founded or joined."""
     folder.identity()
-    torch.set_num_threads(folder.own.threads or 1)
     learner, topology, config = build_learner(folder)
     terms = folder.terms(learner.manifest)
     store = await _opened(folder, learner, terms, join)
-    try:
-        if store.meta("agreement") != terms.agreement:
-            raise QuiverError(
-                f"{folder.store} belongs to another run or configuration: run.toml or the model "
-                "has changed since it was made. Put the old file back, or start a new folder."
-            )
-        settings = folder.settings(config.run.rounds, config.run.evaluate_every, trust_store)
-        with (folder.path / HISTORY).open("a", buffering=1) as history:
-            node = Node(
-                learner,
-                topology,
-                store,
-                folder.path,
-                terms,
-                settings,
-                folder.limits(),
-                record=lambda line: _write(history, line),
-            )
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, node.stop)
-            return await node.run()
-    finally:
+    if store.meta("agreement") != terms.agreement:
         store.close()
+        raise QuiverError(
+            f"{folder.store} belongs to another run or configuration: run.toml or the model "
+            "has changed since it was made. Put the old file back, or start a new folder."
+        )
+    settings = folder.settings(config.run.rounds, config.run.evaluate_every, trust_store)
+    return Node(
+        learner, topology, store, folder.path, terms, settings, folder.limits(), record=record
+    )
+
+
+async def run_peer(folder: PeerFolder, join: bool, trust_store: bool) -> Outcome:
+    """Everything from the folder to the end of the process."""
+    torch.set_num_threads(folder.own.threads or 1)
+    with (folder.path / HISTORY).open("a", buffering=1) as history:
+        node = await assemble(folder, join, trust_store, lambda line: _write(history, line))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, node.stop)
+        try:
+            return await node.run()
+        finally:
+            node.store.close()
 
 
 def _write(history: Any, line: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quiverfl.peer import ledger
 from quiverfl.peer.audit import Entry
@@ -35,6 +35,7 @@ class Books:
         self._store = store
         self._manifest = manifest
         self._lock = asyncio.Lock()
+        self._running: set[asyncio.Future[Any]] = set()
         self.accounts: Accounts = store.accounts()
         self.memory: Memory = store.memory()
         self.commit_seconds = 0.0
@@ -55,7 +56,15 @@ class Books:
                 self.commit_seconds = time.perf_counter() - started
                 return result
 
-        return await asyncio.shield(asyncio.ensure_future(run()))
+        task = asyncio.ensure_future(run())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def settle(self) -> None:
+        """Wait for transactions whose callers were cancelled; then the store may be closed."""
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
 
     async def push(
         self, round: int, message: Leaves, rest: Leaves, parts: Mapping[str, int], home: int
@@ -63,7 +72,9 @@ class Books:
         """Split the trained message; the shares may be sent once this returns."""
 
         def transaction() -> list[Transfer]:
-            units = ledger.portions(self.accounts.units, parts, home) if parts else {}
+            # A neighbour may have left or been evicted since it was chosen.
+            open = {p: part for p, part in parts.items() if ledger.free(self.accounts, p)}
+            units = ledger.portions(self.accounts.units, open, home) if open else {}
             units = {receiver: count for receiver, count in units.items() if count}
             whole = home + sum(parts[receiver] for receiver in units) if units else 1
             sealed = {part: _sealed(message, part, whole) for part in set(parts.values())}

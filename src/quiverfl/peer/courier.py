@@ -18,6 +18,7 @@ import grpc.aio
 from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
 from quiverfl.peer.books import Books
+from quiverfl.peer.files import StoreError
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import Transfer
 from quiverfl.peer.roster import LiveRoster
@@ -224,7 +225,7 @@ class Courier:
         await call.write(self._tally.sent(encode(announcement)))
         reply = await self._reply(call, self._limits.idle_seconds)
         if reply.word == "proceed":
-            payload = await asyncio.to_thread(self._payload, transfer.digest)
+            payload = await self._body(transfer)
             for frame in frames(payload):
                 writing = call.write(self._tally.sent(frame))
                 await asyncio.wait_for(writing, self._limits.idle_seconds)
@@ -234,6 +235,14 @@ class Courier:
             # Training may take long; keep-alive notices a dead neighbour, asking again a deaf one.
             reply = await self._reply(call, 10 * self._limits.idle_seconds)
         await self._conclude(reply, transfer)
+
+    async def _body(self, transfer: Transfer) -> bytes:
+        try:
+            return await asyncio.to_thread(self._payload, transfer.digest)
+        except StoreError:
+            if self._books.accounts.link(self.peer).outbox == transfer:
+                raise
+            raise Unreachable("written off in the meantime") from None
 
     async def _reply(self, call: Any, seconds: float) -> Reply:
         frame = await asyncio.wait_for(call.read(), seconds)

@@ -73,8 +73,7 @@ def cannot_write(folder: Path, problem: Exception) -> StoreError:
 
 
 def remove_all_but(folder: Path, keep: Callable[[str], bool]) -> None:
-    """Clear what no commit names: left over from a crash between writing and committing."""
+    """Clear the state and share files that no commit names, or names no more."""
     for path in folder.iterdir():
-        ours = path.name.startswith(("state-", "share-")) or path.name.endswith(PART)
-        if ours and not keep(path.name):
+        if path.name.startswith(("state-", "share-")) and not keep(path.name):
             path.unlink(missing_ok=True)

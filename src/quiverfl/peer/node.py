@@ -105,6 +105,7 @@ class Node:
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*(c.close() for c in self.neighbours.couriers.values()))
             await server.stop(0.5)
+            await self.books.settle()
             self._thread.shutdown()
             if endpoint is not None:
                 endpoint.shutdown()

@@ -51,7 +51,8 @@ class Reception:
 
     async def _next(self, frames: AsyncIterator[bytes]) -> bytes:
         try:
-            frame = await asyncio.wait_for(anext(frames), self._limits.idle_seconds)
+            async with asyncio.timeout(self._limits.idle_seconds):
+                frame = await anext(frames)
         except StopAsyncIteration:
             raise WireError("truncated", "the stream ended early.") from None
         except TimeoutError:
@@ -120,7 +121,8 @@ class Reception:
             await answer(Reply(word="proceed"))
             assembly = Assembly(self._terms.manifest.nbytes, transfer.digest)
             while not assembly.complete:
-                assembly.add(await self._next(frames))
+                # Checksums of a large share would hold up everybody else on the event loop.
+                await asyncio.to_thread(assembly.add, await self._next(frames))
             message = self._terms.manifest.unpack(assembly.payload())
         own = self._books.memory.message
         reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
