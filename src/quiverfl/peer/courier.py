@@ -61,6 +61,7 @@ def open_channel(address: str, name: str, identity: Identity, keepalive: float =
         ("grpc.max_send_message_length", LARGEST_FRAME),
         ("grpc.keepalive_time_ms", milliseconds),
         ("grpc.keepalive_timeout_ms", milliseconds),
+        ("grpc.http2.ping_timeout_ms", milliseconds),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),

@@ -1,0 +1,159 @@
+"""Bad networks: slow links, cuts in mid-chunk, partitions, lost packets."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quiverfl.peer.audit import audit
+from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.node import Node
+from quiverfl.peer.roster import ROSTER, Roster
+from quiverfl.peer.schema import read_statement
+
+from .proxy import Proxy
+from .swarm import Options, build, make_folders
+from .test_life import finish, until
+
+QUICK = {"retry_first": 0.05, "retry_cap": 0.5, "keepalive_seconds": 2.0}
+
+
+async def behind_proxies(folders: list[Path]) -> list[Proxy]:
+    """Everybody reaches everybody through a proxy; the peers bind their true addresses."""
+    roster = Roster.read(folders[0] / ROSTER)
+    proxies = []
+    for member in roster.members:
+        proxy = Proxy(member.address)
+        await proxy.start()
+        proxies.append(proxy)
+    members = tuple(
+        replace(member, address=proxy.address)
+        for member, proxy in zip(roster.members, proxies, strict=True)
+    )
+    for folder in folders:
+        replace(roster, members=members).write(folder / ROSTER)
+    return proxies
+
+
+def start(folders: list[Path], options: Options, binds: list[str]) -> list[Node]:
+    nodes = []
+    for folder, bind in zip(folders, binds, strict=True):
+        node = build(folder, options)
+        node.settings = replace(node.settings, bind=bind)
+        nodes.append(node)
+    return nodes
+
+
+def scene(tmp_path: Path, options: Options, play, peers: int = 3) -> None:
+    """Nodes behind proxies; afterwards the books must balance."""
+    folders = make_folders(tmp_path, peers)
+    binds = [m.address for m in Roster.read(folders[0] / ROSTER).members]
+
+    async def scenario() -> None:
+        proxies = await behind_proxies(folders)
+        nodes = start(folders, options, binds)
+        tasks = [asyncio.create_task(node.run()) for node in nodes]
+        try:
+            await play(nodes, proxies, tasks)
+        finally:
+            await finish(*nodes, tasks=tasks)
+            for proxy in proxies:
+                await proxy.stop()
+
+    asyncio.run(scenario())
+    report = audit([read_statement(folder / "store") for folder in folders])
+    assert report.passed, report.problems
+    assert report.units + report.in_flight == peers * UNIT
+
+
+def test_connections_cut_in_mid_chunk(tmp_path: Path) -> None:
+    options = Options(size=100_000, rounds=3, mode="sync", seconds=0.0, limits=QUICK, linger=5.0)
+
+    async def play(nodes, proxies, tasks) -> None:
+        for proxy in proxies:
+            proxy.cut_after = 150_000  # a share has 400,000 bytes
+        await until(lambda: sum(proxy.cuts for proxy in proxies) >= 5)
+        for proxy in proxies:
+            proxy.cut_after = None
+        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+        assert all(node.finished for node in nodes)
+        assert sum(node.tally.counts["retries"] for node in nodes) >= 5
+
+    scene(tmp_path, options, play)
+
+
+def test_a_partition_heals(tmp_path: Path) -> None:
+    _partition(tmp_path, seconds=4.0)
+
+
+@pytest.mark.slow
+def test_a_minute_of_partition_heals(tmp_path: Path) -> None:
+    _partition(tmp_path, seconds=60.0)
+
+
+def _partition(tmp_path: Path, seconds: float) -> None:
+    options = Options(size=50, rounds=8, mode="sync", deadline=200.0, limits=QUICK, linger=10.0)
+
+    async def play(nodes, proxies, tasks) -> None:
+        await until(lambda: nodes[0].books.accounts.round >= 2)
+        proxies[0].blackhole = True
+        await asyncio.sleep(seconds)
+        proxies[0].blackhole = False
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        assert all(node.finished for node in nodes)
+
+    scene(tmp_path, options, play)
+
+
+@pytest.mark.slow
+def test_a_link_of_ten_megabits(tmp_path: Path) -> None:
+    options = Options(size=500_000, rounds=3, mode="sync", deadline=300.0, linger=20.0)
+
+    async def play(nodes, proxies, tasks) -> None:
+        for proxy in proxies:
+            proxy.rate = 10e6 / 8
+        started = time.monotonic()
+        await asyncio.wait_for(asyncio.gather(*tasks), 240)
+        assert all(node.finished for node in nodes)
+        assert time.monotonic() - started > 3 * 2 * 2e6 / (10e6 / 8) / 3
+
+    scene(tmp_path, options, play)
+
+
+@pytest.mark.slow
+def test_thirty_percent_of_packets_lost(tmp_path: Path) -> None:
+    """In a network namespace of its own, with tc's netem on loopback."""
+    if not all(shutil.which(tool) for tool in ("unshare", "ip", "tc")):
+        pytest.skip("unshare, ip and tc are needed to lose packets on purpose")
+    setup = "ip link set lo up && tc qdisc add dev lo root netem loss 30%"
+    probe = subprocess.run(["unshare", "-rn", "sh", "-c", setup], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"netem is not available here: {probe.stderr.strip()}")
+    script = f"{setup} && exec {sys.executable} -m pytest -q -m slow {__file__} -k inside_a_bad_net"
+    done = subprocess.run(
+        ["unshare", "-rn", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=Path(__file__).parents[2],
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_inside_a_bad_net(tmp_path: Path) -> None:
+    """Run by the test above where packets get lost; elsewhere it is just a calm run."""
+    options = Options(size=10_000, rounds=5, mode="sync", deadline=300.0, linger=60.0)
+
+    async def play(nodes, proxies, tasks) -> None:
+        await asyncio.wait_for(asyncio.gather(*tasks), 300)
+        assert all(node.finished for node in nodes)
+
+    scene(tmp_path, options, play)
