@@ -143,7 +143,7 @@ def run(
     except RestoredBackup as problem:
         _exit(EXIT_RESTORED, str(problem))
     print(json.dumps(vars(outcome)))
-    if outcome.undelivered:
+    if outcome.undelivered and not outcome.stopped:
         raise typer.Exit(EXIT_UNDELIVERED)
 
 

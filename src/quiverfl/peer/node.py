@@ -132,7 +132,8 @@ class Node:
     def _outcome(self) -> Outcome:
         accounts = self.books.accounts
         left = self.condition.leaving and not accounts.units and not accounts.outbox
-        outcome = Outcome(self.finished, left, len(accounts.outbox), self.metrics)
+        waiting = len(accounts.outbox)
+        outcome = Outcome(self.finished, left, self.stopping, waiting, self.metrics)
         self._log("stopped", round=accounts.round, **vars(outcome))
         return outcome
 

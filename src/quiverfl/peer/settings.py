@@ -28,5 +28,6 @@ class Outcome:
 
     finished: bool = False
     left: bool = False
-    undelivered: int = 0
+    stopped: bool = False  # on request, before its time
+    undelivered: int = 0  # shares in the outbox: safe, and sent when it starts again
     metrics: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,163 @@
+"""`quiver peer …` as a person types it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from quiverfl.cli.peer import app
+from quiverfl.cli.peer_setup import assemble
+from quiverfl.errors import QuiverError
+from quiverfl.peer.folder import PeerFolder
+from quiverfl.peer.roster import Roster
+
+from .swarm import free_ports
+
+RUN = """
+[data]
+name = "digits"
+clients = 2
+partition = "iid"
+samples_per_client = 60
+[model]
+name = "mlp"
+hidden = [16]
+[method]
+name = "dfedpgp"
+[topology]
+name = "random_push"
+neighbors = 1
+[run]
+rounds = {rounds}
+[peers]
+mode = "sync"
+linger = 20.0
+"""
+
+
+def quiver(*words: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=True)
+    if isinstance(result.exception, QuiverError):
+        raise result.exception
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+def prepare(root: Path, rounds: int = 3) -> list[Path]:
+    ports = free_ports(2)
+    members = [f"ward-{n}=127.0.0.1:{port}" for n, port in enumerate(ports)]
+    quiver(
+        "certs", "init", root / "ca", "--run", "trial", "--peer", members[0], "--peer", members[1]
+    )
+    (root / "run.toml").write_text(RUN.format(rounds=rounds))
+    folders = []
+    for number in range(2):
+        folder = root / f"ward-{number}"
+        keys, roster = root / "ca" / folder.name, root / "ca" / "roster.toml"
+        quiver("init", folder, "--config", root / "run.toml", "--keys", keys, "--roster", roster)
+        folders.append(folder)
+    return folders
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "quiverfl.cli.main", "peer", "run", str(folder)]
+    log = (folder / "log").open("ab")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+def test_two_wards_from_certificates_to_export(tmp_path: Path) -> None:
+    folders = prepare(tmp_path)
+    assert (folders[0] / "key.pem").stat().st_mode & 0o777 == 0o600
+    processes = [start(folder) for folder in folders]
+    try:
+        deadline = time.monotonic() + 60
+        status = {}
+        while time.monotonic() < deadline and not status and processes[0].poll() is None:
+            try:
+                status = json.loads(quiver("status", folders[0], "--json"))
+            except QuiverError:
+                time.sleep(0.2)
+        assert status.get("name") == "ward-0", (folders[0] / "log").read_text()[-2000:]
+        codes = [process.wait(60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], (folders[0] / "log").read_text()[-3000:]
+    report = json.loads(quiver("audit", *folders, "--json"))
+    assert report["passed"]
+    assert (report["error"], report["in_flight"], report["transfers"]) == (0, 0, 6)
+    assert "passed" in quiver("audit", *folders)
+    out = tmp_path / "model.safetensors"
+    assert "load_state_dict" in quiver("export", folders[1], "--out", out)
+    assert {name.split(".")[0] for name in load_file(out)} >= {"head"}
+
+
+def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, rounds=1)[0]
+
+    async def open_and_close() -> None:
+        node = await assemble(PeerFolder.read(folder))
+        node.store.close()
+
+    asyncio.run(open_and_close())
+    asyncio.run(open_and_close())
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace("hidden = [16]", "hidden = [17]"))
+    with pytest.raises(QuiverError, match="another run or configuration"):
+        asyncio.run(open_and_close())
+
+
+def test_keys_are_issued_and_rotated(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    authority = tmp_path / "ca"
+    before = Roster.read(authority / "roster.toml")
+    quiver("certs", "rotate", authority, "ward-0")
+    rotated = Roster.read(authority / "roster.toml")
+    assert rotated.member("ward-0").keys[0] == before.member("ward-0").keys[0]
+    assert len(rotated.member("ward-0").keys) == 2
+    quiver("certs", "rotate", authority, "ward-0", "--forget-old")
+    assert len(Roster.read(authority / "roster.toml").member("ward-0").keys) == 1
+    quiver("certs", "issue", authority, "ward-9", "--address", "127.0.0.1:1")
+    assert Roster.read(authority / "roster.toml").names == ["ward-0", "ward-1", "ward-9"]
+    with pytest.raises(QuiverError, match="did you mean 'ward-0'"):
+        quiver("certs", "rotate", authority, "ward-00")
+    with pytest.raises(QuiverError, match="not overwritten"):
+        quiver("certs", "init", authority, "--run", "x", "--peer", "a=127.0.0.1:1")
+
+
+def test_mistakes_are_sentences(tmp_path: Path) -> None:
+    folders = prepare(tmp_path)
+    with pytest.raises(QuiverError, match="not a peer's folder"):
+        quiver("run", tmp_path)
+    with pytest.raises(QuiverError, match="does not answer"):
+        quiver("status", folders[0])
+    with pytest.raises(QuiverError, match="NAME=HOST:PORT"):
+        quiver("certs", "init", tmp_path / "new", "--run", "x", "--peer", "nonsense")
+    with pytest.raises(QuiverError, match="holds no peer's store"):
+        quiver("audit", folders[0])
+    (folders[0] / "run.toml").write_text(RUN.format(rounds=1).replace("linger", "lingr"))
+    with pytest.raises(QuiverError, match="did you mean 'linger'"):
+        quiver("run", folders[0])
+    (folders[0] / "run.toml").write_text(RUN.format(rounds=1).replace("clients = 2", "clients = 3"))
+    with pytest.raises(QuiverError, match="the roster has 2 peers"):
+        quiver("run", folders[0])
+
+
+def test_the_command_line_loads_no_grpc_until_asked() -> None:
+    script = (
+        "import quiverfl.cli.main, sys; print([m for m in sys.modules if m.startswith('grpc')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
