@@ -18,7 +18,7 @@ from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.history import Recorder
-from quiverfl.engine.simulate import Run, simulate
+from quiverfl.engine.simulate import Run, check, simulate
 from quiverfl.errors import QuiverError
 from quiverfl.folder import RunFolder
 from quiverfl.methods import METHODS
@@ -68,6 +68,12 @@ class Experiment:
         topology = topology_for(config, method, data.clients)
         return cls(config, make_task(config, found), data, shares, method, topology)
 
+    def check(self) -> None:
+        """Refuse what cannot work together, before anything is written."""
+        epochs = epochs_per_client(self.config, self.data.clients)
+        device = self.config.run.device
+        check(self.task, self.data, self.method, self.topology, epochs, device)
+
     def run(
         self,
         recorder: Recorder | None = None,
@@ -115,6 +121,7 @@ def run_in_folder(
         if folder.finished():
             return folder.summary()
     experiment = Experiment.of(config, dataset)
+    experiment.check()
     folder.open(config, experiment.partition, experiment.topology)
     resume = folder.resume()
     with folder.recording(recorder) as both:

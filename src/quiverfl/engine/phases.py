@@ -82,9 +82,11 @@ class Trainer:
             counts = batches.counts[order[:k], step]
             width = int(counts.max())
             samples = batches.samples[order[:k], step, :width]
-            epoch = batches.epochs[order[:k], step]
-            keys = sample_keys(self.seed, ids[:k, None], round, number, epoch[:, None], samples)
-            x, y = gather(rows[:k], samples, keys if self.examples.augmented else None)
+            keys = None
+            if self.examples.augmented:
+                epoch = batches.epochs[order[:k], step]
+                keys = sample_keys(self.seed, ids[:k, None], round, number, epoch[:, None], samples)
+            x, y = gather(rows[:k], samples, keys)
             weights = _weights(counts, width, values)
             slope = gradient(k, x, y, weights)
             if phase.gradient is not None:

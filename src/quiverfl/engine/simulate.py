@@ -127,7 +127,8 @@ def simulate(
     round as it happens; `checkpoint` is given the whole state every `checkpoint_every` rounds and
     at the end, and `resume` takes it back: the result is that of an uninterrupted run.
     """
-    _check(task, data, method, topology, rounds, epochs_per_client, executor, evaluate_every)
+    check(task, data, method, topology, epochs_per_client, device)
+    _check_numbers(rounds, executor, evaluate_every)
     with _threads(threads):
         shard = Shard(
             task,
@@ -187,27 +188,21 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check(
+def check(
     task: Task,
     data: FederatedData,
     method: Method,
     topology: Topology,
-    rounds: int,
-    epochs: Sequence[int] | None,
-    executor: str,
-    evaluate_every: int,
+    epochs_per_client: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
+    """Refuse what cannot work together before anything is computed or written."""
+    epochs = epochs_per_client
     if topology.clients != data.clients:
         raise QuiverError(
             f"the topology has {topology.clients} clients and the data {data.clients}: "
             "they must be the same."
         )
-    if rounds < 0:
-        raise QuiverError(f"rounds = {rounds}: it must be 0 or more.")
-    if evaluate_every < 1:
-        raise QuiverError(f"evaluate_every = {evaluate_every}: it must be at least 1.")
-    if executor not in EXECUTORS:
-        raise QuiverError(f"executor = {executor!r}: {nearest(executor, EXECUTORS)}")
     if epochs is not None and len(epochs) != data.clients:
         raise QuiverError(
             f"epochs_per_client has {len(epochs)} entries for {data.clients} clients: one each."
@@ -215,7 +210,28 @@ def _check(
     if epochs is not None and min(int(e) for e in epochs) < 0:
         raise QuiverError("epochs_per_client: the numbers of epochs must be 0 or more.")
     checked(method, topology(0))
+    _check_device(device)
     _check_outputs(task, data)
+
+
+def _check_numbers(rounds: int, executor: str, evaluate_every: int) -> None:
+    if rounds < 0:
+        raise QuiverError(f"rounds = {rounds}: it must be 0 or more.")
+    if evaluate_every < 1:
+        raise QuiverError(f"evaluate_every = {evaluate_every}: it must be at least 1.")
+    if executor not in EXECUTORS:
+        raise QuiverError(f"executor = {executor!r}: {nearest(executor, EXECUTORS)}")
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise QuiverError(
+            f"device {str(device)!r} cannot be used: {first}. Use 'cpu', or install a torch "
+            "build for your GPU (README)."
+        ) from error
 
 
 def _check_outputs(task: Task, data: FederatedData) -> None:
