@@ -152,7 +152,7 @@ class Courier:
             )
         return self._channel
 
-    async def hello(self, timeout: float = 5.0) -> Hello:
+    async def hello(self, timeout: float = 15.0) -> Hello:
         """Introduce this peer; what the neighbour says of itself."""
         hello = self._compose(self.peer)
         call = self._connected().unary_unary(f"/{SERVICE}/Hello")
@@ -160,7 +160,8 @@ class Courier:
             answer = await call(self._tally.sent(encode(hello)), timeout=timeout)
             return await self._understood(hello, decode(Greeting, answer))
         except grpc.aio.AioRpcError as problem:
-            await self._disconnect()
+            if problem.code() is grpc.StatusCode.UNAVAILABLE:
+                await self._disconnect()  # a slow network may still be connecting: let it
             raise Unreachable(f"{problem.code().name}: {problem.details()}") from None
         except WireError as problem:
             raise Unreachable(f"{self.peer} is not understood: {problem}") from None
