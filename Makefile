@@ -1,12 +1,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Where torch comes from, if not from the default index: the index address that pytorch.org's
+# install page shows for the build you want (CPU-only, CUDA, ROCm).
+TORCH_INDEX ?=
 
-.PHONY: install demo test lint types bench clean
+.PHONY: install demo test slow lint types bench bench-peers clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,peer,tensorboard]'
 	touch $@
 
@@ -14,7 +17,10 @@ demo: install
 	$(BIN)/quiver compare configs/quickstart.toml --methods local,fedavg,dfedpgp --out runs/demo
 
 test: install lint types
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
+
+slow: install
+	$(BIN)/pytest -m slow
 
 lint: install
 	$(BIN)/ruff check .
