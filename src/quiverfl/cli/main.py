@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from quiverfl.cli import data, peer, report, run, sweep, topology
+from quiverfl.cli import data, peer, report, reproduce, run, sweep, theory, topology, tune
 from quiverfl.errors import Diverged, QuiverError
 
 app = typer.Typer(
@@ -22,6 +22,9 @@ app.command("resume")(run.resume)
 app.command("compare")(run.compare)
 app.command("report")(report.report)
 app.command("sweep")(sweep.sweep)
+app.command("tune")(tune.tune)
+app.command("reproduce")(reproduce.reproduce)
+app.command("theory")(theory.theory)
 app.command("methods")(run.methods)
 app.command("topologies")(topology.topologies)
 app.add_typer(topology.app, name="topology")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,12 @@ from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
 from quiverfl.sweeps.pool import Outcome, cores, pending, run_cells
 
+
+class Stage(enum.StrEnum):
+    local = "local"
+    mixed = "mixed"
+
+
 Jobs = Annotated[int, typer.Option(help="Cells at a time; the cores are split among them.")]
 Out = Annotated[Path, typer.Option(help="Folder; sweeps in the same one share finished cells.")]
 Settings = Annotated[
@@ -28,7 +35,9 @@ Methods = Annotated[
 Seeds = Annotated[str | None, typer.Option(help="Comma-separated; those of the file if not given.")]
 Cases = Annotated[str | None, typer.Option(help="Semicolon-separated names of cases.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would run, and how long.")]
-Estimated = Annotated[bool, typer.Option(help="Estimate the time first, by short trials.")]
+Estimated = Annotated[
+    bool, typer.Option("--estimate/--no-estimate", help="Estimate the time first, by short trials.")
+]
 Retry = Annotated[bool, typer.Option("--retry", help="Run cells that diverged once more.")]
 Events = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard event files too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -61,7 +70,7 @@ def sweep(
         typer.echo(json.dumps(rows))
     if dry_run:
         if not as_json:
-            _list(rows)
+            list_cells(plan.cells, places)
         return
     finished = [cell for cell in plan.cells if places.state(cell) == "finished"]
     if finished:
@@ -192,9 +201,9 @@ def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) ->
         console.print(f"report: {page}", soft_wrap=True, markup=False)
 
 
-def _list(rows: Sequence[dict[str, Any]]) -> None:
-    for row in rows:
-        typer.echo(f"{row['state']:<9} {row['cell']}  {row['case']}".rstrip())
+def list_cells(cells: Sequence[Cell], places: Places) -> None:
+    for cell in cells:
+        typer.echo(f"{places.state(cell):<9} {cell.name}  {cell.label}".rstrip())
 
 
 def _words(text: str, separator: str) -> list[str]:

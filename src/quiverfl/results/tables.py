@@ -75,7 +75,7 @@ def comparison_caption(
 ) -> str:
     """The protocol in a sentence, then what the other columns mean."""
     metric = common_metric(groups)
-    parts = [describe(stages, report, weighting, _tested(groups), metric)]
+    parts = [describe(stages, report, weighting, tested(groups), metric)]
     if any(len(group.runs) > 1 for group in groups):
         parts.append("± is the standard deviation over seeds.")
     parts.append("σ is over clients; worst 10 % is the mean of the worst tenth of the clients.")
@@ -212,7 +212,7 @@ def _plain_cells(texts: pd.Series) -> list[Cell]:
     return [Cell(str(text)) for text in texts]
 
 
-def _tested(groups: Sequence[Group]) -> str:
+def tested(groups: Sequence[Group]) -> str:
     """How models were tuned before the test; methods may differ in that."""
     tuned: dict[str, list[str]] = {}
     for group in groups:

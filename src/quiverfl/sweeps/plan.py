@@ -191,7 +191,7 @@ def _points(
     others = [key for key in axes if key not in ("method.name", "run.seed")]
     for name in axes["method.name"]:
         for values in itertools.product(*(axes[key] for key in others)):
-            point = tuple(zip(others, values, strict=True))
+            point = tuple((key, _frozen(v)) for key, v in zip(others, values, strict=True))
             for seed in axes["run.seed"]:
                 yield config.for_method(name).with_values([*point, ("run.seed", seed)]), point
 
@@ -225,6 +225,10 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = isinstance(value, Mapping)
         pairs.update(_flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value})
     return pairs
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _is_list(value: Any) -> bool:

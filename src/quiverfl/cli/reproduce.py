@@ -1,0 +1,170 @@
+"""`quiver reproduce`: a table or a figure of the paper, from training to files."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from quiverfl.cli.sweep import (
+    Cases,
+    DryRun,
+    Estimated,
+    Events,
+    Jobs,
+    Methods,
+    Out,
+    Quiet,
+    Retry,
+    Seeds,
+    Settings,
+    Stage,
+    carry_out,
+    choice,
+    leave,
+    list_cells,
+    write_events,
+)
+from quiverfl.reproduce.catalogue import ITEMS, Item, find_item, sweep_file
+from quiverfl.reproduce.variants import graph_settings, with_equal_steps
+from quiverfl.sweeps.places import Places
+from quiverfl.sweeps.plan import Cell, Choice, load_sweep
+
+if TYPE_CHECKING:
+    from quiverfl.results.table_formats import Table
+
+
+class Report(enum.StrEnum):
+    last = "last"
+    best = "best"
+    last10 = "last10"
+
+
+class Graph(enum.StrEnum):
+    push = "push"
+    pull = "pull"
+
+
+class Equal(enum.StrEnum):
+    rounds = "rounds"
+    steps = "steps"
+
+
+def reproduce(
+    what: Annotated[str, typer.Argument(help=f"One of {', '.join(ITEMS)}.")],
+    scale: Annotated[
+        str, typer.Option(help="small, paper, tiny (a smoke test), or a folder of sweeps.")
+    ] = "small",
+    methods: Methods = None,
+    seeds: Seeds = None,
+    cases: Cases = None,
+    out: Out = Path("runs"),
+    jobs: Jobs = 2,
+    stage: Annotated[Stage, typer.Option(help="Which accuracy comes first.")] = Stage.local,
+    report: Annotated[Report, typer.Option(help="Which rounds count.")] = Report.last,
+    graph: Annotated[
+        Graph, typer.Option(help="For DFedPGP and OSGP: Algorithm 1 pushes, the appendix pulls.")
+    ] = Graph.push,
+    equal: Annotated[
+        Equal, typer.Option(help="steps: server methods get more rounds, to train as much.")
+    ] = Equal.rounds,
+    set_: Settings = None,
+    dry_run: DryRun = False,
+    estimated: Estimated = True,
+    retry: Retry = False,
+    tensorboard: Events = False,
+    quiet: Quiet = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Say as JSON what was written.")] = False,
+) -> None:
+    """Run what a table or figure of the paper needs, and write it beside the paper's numbers.
+
+    Started again after a crash it goes on where it was. Tables in the same folder share their
+    finished cells.
+    """
+    item = find_item(what)
+    wanted = choice(methods, seeds, cases, [*graph_settings(graph.value), *(set_ or ())])
+    cells = _cells(item, scale, wanted, equal)
+    places = Places(out)
+    if item.kind != "partition":
+        carry_out(cells, places, jobs, dry_run, estimated, retry, quiet or as_json)
+    if dry_run:
+        list_cells(cells, places)
+        return
+    folder = out / _folder_name(what, scale, graph, equal)
+    _write(what, item, cells, places, folder, (stage.value, report.value), as_json)
+    if item.kind == "partition":
+        return
+    if tensorboard:
+        finished = [cell for cell in cells if places.state(cell) == "finished"]
+        write_events(finished, places, folder / "tensorboard")
+    leave(cells, places)
+
+
+def _cells(item: Item, scale: str, wanted: Choice, equal: Equal) -> list[Cell]:
+    """The item's cells: what it shows of its sweep, unless something else was asked for."""
+    file = sweep_file(item, scale)
+    cells = load_sweep(file, wanted).cells
+    if wanted.methods is None and item.methods is not None:
+        cells = tuple(cell for cell in cells if cell.config.method.name in item.methods)
+    if wanted.cases is None and item.cases is not None:
+        shown = tuple(cell for cell in cells if cell.case in item.cases)
+        cells = shown or cells  # a scale of one's own has other cases
+    return [with_equal_steps(cell) for cell in cells] if equal is Equal.steps else list(cells)
+
+
+def _folder_name(what: str, scale: str, graph: Graph, equal: Equal) -> str:
+    parts = [what, Path(scale).name]
+    parts += ["pull"] if graph is Graph.pull else []
+    parts += ["equal-steps"] if equal is Equal.steps else []
+    return "-".join(filter(None, parts))
+
+
+def _write(
+    what: str,
+    item: Item,
+    cells: Sequence[Cell],
+    places: Places,
+    folder: Path,
+    shown: tuple[str, str],
+    as_json: bool,
+) -> None:
+    from quiverfl.reproduce.write import Shown, per_case, write
+
+    how = Shown(*shown)  # type: ignore[arg-type]
+    tables = write(what, item, cells, places, folder, how)
+    files = sorted(str(path) for path in folder.iterdir() if path.is_file())
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "files": files}))
+        return
+    console = Console(highlight=False)
+    if item.kind != "partition" and not _fit(console, tables):
+        tables = per_case(what, item, cells, places, how)
+    _print(console, tables)
+    console.print(f"written: {folder}", markup=False, soft_wrap=True)
+
+
+def _fit(console: Console, tables: Sequence[Table]) -> bool:
+    from rich.measure import Measurement
+
+    from quiverfl.results.table_formats import rich
+
+    wide = console.options.update(width=10_000)
+    drawn = (rich(table, caption=False) for table in tables)
+    return all(Measurement.get(console, wide, one).maximum <= console.width for one in drawn)
+
+
+def _print(console: Console, tables: Sequence[Table]) -> None:
+    """A caption that several tables share is printed once, below the last of them."""
+    from quiverfl.results.table_formats import rich
+
+    for place, table in enumerate(tables):
+        console.print(rich(replace(table, caption=""), caption=False))
+        if table.caption not in [later.caption for later in tables[place + 1 :]]:
+            console.print(table.caption, style="dim", markup=False)
+            console.print()

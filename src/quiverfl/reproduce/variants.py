@@ -1,0 +1,39 @@
+"""Two honest variations of every experiment: the paper's other graph, and equal local steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from quiverfl.experiment import make_method, topology_for
+from quiverfl.sweeps.plan import Cell
+
+Directed: TypeAlias = Literal["push", "pull"]
+
+
+def graph_settings(directed: Directed) -> tuple[str, ...]:
+    """push: Algorithm 1. pull: what the appendix says the experiments used."""
+    if directed == "push":
+        return ()
+    return tuple(f"overrides.{name}.topology.name=random_pull" for name in ("osgp", "dfedpgp"))
+
+
+def with_equal_steps(cell: Cell) -> Cell:
+    """More rounds where only some clients train in each, so that everybody trains as often.
+
+    The learning rate decays over the longer run as it did over the shorter one.
+    """
+    config = cell.config
+    clients = config.data.clients
+    if clients is None:
+        return cell
+    active = int(topology_for(config, make_method(config), clients)(0).active.sum())
+    factor = max(1, round(clients / max(1, active)))
+    if factor == 1:
+        return cell
+    values = [
+        ("run.rounds", config.run.rounds * factor),
+        ("run.evaluate_every", config.run.evaluate_every * factor),
+        ("training.lr_decay", config.training.lr_decay ** (1 / factor)),
+    ]
+    return replace(cell, config=config.with_values(values))

@@ -1,0 +1,78 @@
+"""What some runs were made with, in a sentence for the foot of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quiverfl.reproduce.collect import Results
+from quiverfl.results.groups import Group
+from quiverfl.results.palette import display
+
+TRAINING = {
+    "lr": "lr",
+    "personal_lr": "personal lr",
+    "lr_decay": "decay",
+    "momentum": "momentum",
+    "weight_decay": "weight decay",
+    "batch_size": "batch",
+    "clip_norm": "clipping at norm",
+}
+
+
+def setting_words(results: Results) -> str:
+    """Clients, samples, model, rounds, optimizer and graphs."""
+    groups = results.all_groups()
+    samples = [
+        str(round(float(group.first.train_counts.sum(axis=1).mean())))
+        for group in groups
+        if group.first.train_counts is not None
+    ]
+    parts = [
+        f"{_range([group.first.clients for group in groups])} clients",
+        f"about {_several(samples)} training samples each" if samples else "",
+        _several([str(_option(group, "model", "name")) for group in groups]),
+        f"{_range([group.first.planned_rounds or 0 for group in groups])} rounds",
+        _epoch_words(groups),
+        *(_training_words(groups, key, word) for key, word in TRAINING.items()),
+    ]
+    return f"{', '.join(filter(None, parts))}. {_graph_words(groups)}"
+
+
+def _epoch_words(groups: list[Group]) -> str:
+    epochs = [_option(group, "run", "epoch_groups") for group in groups]
+    return _several([f"{', '.join(map(str, some))} local epochs" for some in epochs if some])
+
+
+def _training_words(groups: list[Group], key: str, word: str) -> str:
+    values = list(dict.fromkeys(str(_option(group, "training", key)) for group in groups))
+    if values == ["None"]:
+        return "no clipping" if key == "clip_norm" else ""
+    if len(values) == 1:
+        return f"{word} {values[0]}"
+    return f"{word} {' / '.join(value.replace('None', 'as lr') for value in values)} by method"
+
+
+def _graph_words(groups: list[Group]) -> str:
+    """Which methods ran on which topology; what its theory does not cover is said."""
+    kinds: dict[str, list[str]] = {}
+    for group in groups:
+        options = group.first.topology_options
+        shown = [f"{key} {options[key]}" for key in ("neighbors", "sampled") if key in options]
+        kind = f"{group.first.topology} ({', '.join(shown)})" if shown else group.first.topology
+        kinds.setdefault(kind, []).append(display(group.method))
+    listed = "; ".join(f"{', '.join(dict.fromkeys(n))} on {k}" for k, n in kinds.items())
+    pull = " On random_pull μ stays 1 and the paper's theorem does not apply."
+    return f"{listed}.{pull if any(k.startswith('random_pull') for k in kinds) else ''}"
+
+
+def _option(group: Group, section: str, key: str) -> Any:
+    return group.first.config.get(section, {}).get(key)
+
+
+def _range(values: list[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _several(values: list[str]) -> str:
+    return " / ".join(dict.fromkeys(values))

@@ -1,0 +1,149 @@
+"""A table or a figure of the paper, from finished cells to files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from quiverfl.experiment import load_data, share_out
+from quiverfl.reproduce import figures, scores, tables
+from quiverfl.reproduce.catalogue import Item
+from quiverfl.reproduce.collect import Results, collect
+from quiverfl.reproduce.page import page
+from quiverfl.results import table_formats
+from quiverfl.results.figures import write_figure
+from quiverfl.results.files import replace_file
+from quiverfl.results.report import write_report
+from quiverfl.results.summary import STAGES, Report
+from quiverfl.results.table_formats import Table
+from quiverfl.sweeps.places import Places
+from quiverfl.sweeps.plan import Cell as SweepCell
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How results are to be shown: which stage first, which rounds count."""
+
+    stage: str = "local"
+    report: Report = "last"
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return (self.stage, *(other for other in STAGES if other != self.stage))
+
+
+def write(
+    name: str, item: Item, cells: Sequence[SweepCell], places: Places, folder: Path, shown: Shown
+) -> list[Table]:
+    """Write every file of an item into a folder; its tables, for the terminal."""
+    if item.kind == "partition":
+        return _write_partitions(name, item, cells, folder)
+    results = collect(cells, places)
+    made = _tables(name, item, results, shown)
+    for stem, table in made.items():
+        _write_table(table, folder / stem)
+    for stem, frame in _frames(name, item, results, shown).items():
+        replace_file(folder / f"{stem}.csv", frame.to_csv(index=False).encode())
+    drawn = _figures(item, results, shown)
+    for (stem, _), figure in drawn.items():
+        _write_figure(figure, folder / f"{name}-{stem}")
+    reports = _write_reports(cells, places, folder, shown.stage)
+    titled = {title: figure for (_, title), figure in drawn.items()}
+    text = page(name, item, list(made.values()), titled, results, reports)
+    replace_file(folder / "report.html", text.encode())
+    return list(made.values())
+
+
+def per_case(
+    name: str, item: Item, cells: Sequence[SweepCell], places: Places, shown: Shown
+) -> list[Table]:
+    """The same tables one case at a time, for a narrow terminal."""
+    results = collect(cells, places)
+    made = [_tables(name, item, replace(results, cases=(case,)), shown) for case in results.cases]
+    stems = dict.fromkeys(stem for one in made for stem in one)
+    return [one[stem] for stem in stems for one in made if stem in one]
+
+
+def _tables(name: str, item: Item, results: Results, shown: Shown) -> dict[str, Table]:
+    if item.kind == "target":
+        return {name: tables.target_table(item, results, shown.stage)}
+    if item.kind == "series":
+        return {name: tables.series_table(item, results, shown.stages, shown.report)}
+    made = {name: tables.accuracy_table(item, results, shown.stages, shown.report)}
+    if item.kind == "accuracy":
+        made[f"{name}-equal-steps"] = tables.equal_steps_table(item, results, shown.stages)
+        against = tables.difference_table(item, results, shown.stages, shown.report)
+        if against is not None and against.rows:
+            made[f"{name}-differences"] = against
+    return made
+
+
+def _frames(name: str, item: Item, results: Results, shown: Shown) -> dict[str, pd.DataFrame]:
+    if item.kind == "target":
+        return {name: scores.target_frame(results, shown.stage)}
+    made = {name: scores.accuracy_frame(results, shown.report)}
+    if item.kind == "accuracy":
+        made[f"{name}-equal-steps"] = scores.equal_steps_frame(results)
+        made[f"{name}-differences"] = scores.difference_frame(results, shown.report)
+    return made
+
+
+def _figures(item: Item, results: Results, shown: Shown) -> dict[tuple[str, str], Figure]:
+    rows = figures.by_method(results) if item.kind == "series" else figures.by_case(results)
+    return {
+        ("curves", "Learning curves, against rounds"): figures.draw_panels(
+            rows, shown.stages, "rounds"
+        ),
+        ("curves-steps", "Learning curves, against local steps"): figures.draw_panels(
+            rows, shown.stages, "steps"
+        ),
+    }
+
+
+def _write_reports(
+    cells: Sequence[SweepCell], places: Places, folder: Path, stage: str
+) -> Mapping[str, str]:
+    """One page per case with everything there is to know about its runs."""
+    runs: dict[str, list[Path]] = {}
+    for cell in cells:
+        if places.state(cell) == "finished":
+            runs.setdefault(cell.label, []).append(places.run(cell))
+    addresses = {}
+    for label, found in runs.items():
+        file = f"case-{''.join(c if c.isalnum() or c in '.-' else '-' for c in label)}.html"
+        write_report(found, folder / file, stage)
+        addresses[label or "all runs"] = file
+    return addresses
+
+
+def _write_partitions(
+    name: str, item: Item, cells: Sequence[SweepCell], folder: Path
+) -> list[Table]:
+    """Heat-maps and a few numbers about them; nothing is trained."""
+    one_each = {cell.label: cell.config for cell in cells}
+    shares = {label: share_out(config, load_data(config)) for label, config in one_each.items()}
+    table = tables.partition_table(item, shares)
+    figure = figures.draw_partitions([(label, s.train_counts) for label, s in shares.items()])
+    _write_table(table, folder / name)
+    frame = pd.DataFrame([[cell.text for cell in row] for row in table.rows])
+    frame.columns = pd.Index([column.title for column in table.columns])
+    replace_file(folder / f"{name}.csv", frame.to_csv(index=False).encode())
+    _write_figure(figure, folder / f"{name}-partitions")
+    text = page(name, item, [table], {"Clients across, classes down": figure})
+    replace_file(folder / "report.html", text.encode())
+    return [table]
+
+
+def _write_table(table: Table, path: Path) -> None:
+    """Beside each other, so that names with dots stay whole."""
+    replace_file(Path(f"{path}.md"), table_formats.markdown(table).encode())
+    replace_file(Path(f"{path}.tex"), table_formats.latex(table).encode())
+
+
+def _write_figure(figure: Figure, path: Path) -> None:
+    for kind in ("png", "svg"):
+        write_figure(figure, Path(f"{path}.{kind}"))
