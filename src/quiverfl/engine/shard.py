@@ -113,7 +113,8 @@ class Shard:
             for row in group.rows:
                 self.local.pop(int(row), None)
                 self.local_metrics.pop(int(row), None)
-            self._remember(group.rows[keep[group.rows]] if keep is not None else ())
+            if keep is not None:
+                self.remember(group.rows[keep[group.rows]])
 
     def _phase(
         self, phase: Train | Once, number: int, state: State, group: Group, round: int
@@ -146,12 +147,10 @@ class Shard:
 
     def remember(self, rows: Integers) -> None:
         """Keep what these rows would use now as their last locally trained model."""
-        self._remember(rows)
-
-    def _remember(self, rows: Sequence[int] | Integers) -> None:
-        for row in rows:
-            point = self._personal(np.array([row]))
-            self.local[int(row)] = Point(*(part[0].clone() for part in point))
+        for group in self.groups(rows):
+            shared, personal = self._personal(group.rows)
+            for place, row in enumerate(group.rows):
+                self.local[int(row)] = Point(shared[place].clone(), personal[place].clone())
 
     def _personal(self, rows: Integers) -> Point:
         point: Point = torch.vmap(self._method.personal)(self.rows(rows))
