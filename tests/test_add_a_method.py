@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import quiverfl as qv
-from quiverfl.methods.contract import Train, dense_bytes
+from quiverfl.methods.contract import Train
 from small import CLIENTS, REGULAR, simulate, states
 
 PAGE = Path(__file__).parents[1] / "docs" / "add-a-method.md"
@@ -34,7 +34,6 @@ def example() -> Any:
         "Train": Train,
         "Point": qv.Point,
         "ProxState": ProxState,
-        "dense_bytes": dense_bytes,
         "__name__": __name__,
     }
     exec(block.group(1), names)

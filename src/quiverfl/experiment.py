@@ -22,7 +22,7 @@ from quiverfl.engine.simulate import Run, check, simulate
 from quiverfl.errors import QuiverError
 from quiverfl.folder import RunFolder
 from quiverfl.methods import METHODS
-from quiverfl.methods.contract import Method
+from quiverfl.methods.contract import Method, adaptation
 from quiverfl.models import make_model
 from quiverfl.task import Task
 from quiverfl.topologies import TOPOLOGIES, Topology, make_topology
@@ -126,7 +126,7 @@ def run_in_folder(
     resume = folder.resume()
     with folder.recording(recorder) as both:
         run = experiment.run(both, folder, resume)
-    return folder.close(run.summary, experiment.method.adapt(experiment.task))
+    return folder.close(run.summary, adaptation(experiment.method, experiment.task))
 
 
 def make_method(config: Config) -> Method:
@@ -137,7 +137,6 @@ def make_method(config: Config) -> Method:
 
 
 def load_data(config: Config) -> Dataset:
-    root = None if config.data.root is None else Path(config.data.root)
     return load_dataset(config.data.name, config.data.root, **config.data.options)
 
 

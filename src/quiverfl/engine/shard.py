@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,17 @@ from quiverfl.engine.examples import Examples
 from quiverfl.engine.phases import Group, Trainer
 from quiverfl.engine.programs import Program, choose_executor
 from quiverfl.errors import Diverged
-from quiverfl.methods.contract import Message, Method, Moment, Once, Start, State, Train
+from quiverfl.methods.contract import (
+    Message,
+    Method,
+    Moment,
+    Once,
+    Start,
+    State,
+    Train,
+    adaptation,
+    payload,
+)
 from quiverfl.seeds import stream
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
@@ -57,7 +68,7 @@ class Shard:
         examples = Examples(data.train, data, dtype, where)
         self._test = Examples(data.test, data, dtype, where)
         self._trainer = Trainer(task, examples, training, self._executor, program, seed)
-        self._phases, self._adaptation = method.phases(task), method.adapt(task)
+        self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         self.state: State = self._initial(examples.sizes, dtype, where, common_init)
         self.local: dict[int, Point] = {}
         """The last locally trained model of the rows that do not train now, where it is needed."""
@@ -214,7 +225,7 @@ class Shard:
         """Bytes of each row's message; 0 for rows that are not in the outbox."""
         sizes = np.zeros(len(self.ids), dtype=np.int64)
         if outbox:
-            found = torch.vmap(self._method.payload)(outbox)
+            found = torch.vmap(partial(payload, self._method))(outbox)
             sizes[slice(None) if rows is None else rows] = found.cpu().numpy()
         return sizes
 

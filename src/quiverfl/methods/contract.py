@@ -5,7 +5,8 @@
     message   what it sends (named tensors); what is sent as it is in the state is given away
     merge     the new state from what is left of the old one and the weighted sum of messages
     personal  the model it would use now: what is evaluated, at both stages
-    adapt     a phase to run on a copy of that model before it is evaluated, or None
+    adapt     (optional) a phase to run on a copy of that model before it is evaluated
+    payload   (optional) the bytes of a message that is not sent whole
 
 Tensors carry no client axis here. The engine lifts these functions over stacked clients, so they
 may use nothing but tensor operations: no loop over clients, no branch on a tensor's value.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -109,9 +110,29 @@ class Method(Protocol):
     def message(self, state: State) -> Message: ...
     def merge(self, state: State, mixed: Message) -> State: ...
     def personal(self, state: State) -> Point: ...
-    def adapt(self, task: Task) -> Train | None: ...
-    def payload(self, message: Message) -> Tensor:
-        """Bytes the message takes on the network, as a scalar tensor."""
+
+
+@runtime_checkable
+class Adapts(Protocol):
+    """A method whose models are fine-tuned, on a copy, before they are evaluated."""
+
+    def adapt(self, task: Task) -> Train: ...
+
+
+@runtime_checkable
+class Weighs(Protocol):
+    """A method whose messages take fewer bytes than their tensors, such as sparse ones."""
+
+    def payload(self, message: Message) -> Tensor: ...
+
+
+def adaptation(method: Method, task: Task) -> Train | None:
+    return method.adapt(task) if isinstance(method, Adapts) else None
+
+
+def payload(method: Method, message: Message) -> Tensor:
+    """Bytes the message of one client takes on the network, as a scalar tensor."""
+    return method.payload(message) if isinstance(method, Weighs) else dense_bytes(message)
 
 
 def dense_bytes(message: Message) -> Tensor:

@@ -14,9 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.contract import Message, Start, Train, check_epochs
 from quiverfl.methods.plain import PlainState
 from quiverfl.task import Point, Task
 
@@ -55,9 +53,3 @@ class DFedAvgM:
 
     def personal(self, state: PlainState) -> Point:
         return Point(state.u, state.v)
-
-    def adapt(self, task: Task) -> None:
-        return None
-
-    def payload(self, message: Message) -> Tensor:
-        return dense_bytes(message)

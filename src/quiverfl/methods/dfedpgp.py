@@ -23,9 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.contract import Message, Start, Train, check_epochs
 from quiverfl.methods.pushsum import (
     PushSumState,
     bias,
@@ -86,9 +84,3 @@ class DFedPGP:
     def personal(self, state: PushSumState) -> Point:
         """Line 16 and the output: (z, v)."""
         return Point(debias(state.u, state.mu), state.v)
-
-    def adapt(self, task: Task) -> None:
-        return None
-
-    def payload(self, message: Message) -> Tensor:
-        return dense_bytes(message)

@@ -124,9 +124,6 @@ class DisPFL:
     def personal(self, state: DisPFLState) -> Point:
         return Point(state.u, state.v)
 
-    def adapt(self, task: Task) -> None:
-        return None
-
     def payload(self, message: Message) -> Tensor:
         """The kept weights, and one bit of mask per weight."""
         kept = message["mask_u"].sum() + message["mask_v"].sum()

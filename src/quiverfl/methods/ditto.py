@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.contract import Message, Start, Train, check_epochs
 from quiverfl.methods.server import (
     Weighting,
     averaged,
@@ -98,9 +98,3 @@ class Ditto:
 
     def personal(self, state: DittoState) -> Point:
         return Point(state.theta_u, state.theta_v)
-
-    def adapt(self, task: Task) -> None:
-        return None
-
-    def payload(self, message: Message) -> Tensor:
-        return dense_bytes(message)

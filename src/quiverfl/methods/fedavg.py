@@ -17,9 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.contract import Message, Start, Train, check_epochs
 from quiverfl.methods.server import (
     ServerState,
     Weighting,
@@ -68,9 +66,3 @@ class FedAvg:
 
     def personal(self, state: ServerState) -> Point:
         return Point(state.u, state.v)
-
-    def adapt(self, task: Task) -> None:
-        return None
-
-    def payload(self, message: Message) -> Tensor:
-        return dense_bytes(message)

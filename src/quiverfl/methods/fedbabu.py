@@ -18,10 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import Tensor
-
 from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.contract import Message, Start, Train, check_epochs
 from quiverfl.methods.server import (
     ServerState,
     Weighting,
@@ -94,6 +92,3 @@ class FedBABU:
             weight_decay=0.0,
             clip_norm=None,
         )
-
-    def payload(self, message: Message) -> Tensor:
-        return dense_bytes(message)

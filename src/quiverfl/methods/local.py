@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.contract import Message, Start, Train, check_epochs
 from quiverfl.methods.pushsum import PushSumState, started
 from quiverfl.task import Point, Task
 
@@ -49,9 +47,3 @@ class Local:
 
     def personal(self, state: PushSumState) -> Point:
         return Point(state.u, state.v)
-
-    def adapt(self, task: Task) -> None:
-        return None
-
-    def payload(self, message: Message) -> Tensor:
-        return dense_bytes(message)

@@ -20,10 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Message, Start, Train, check_epochs, dense_bytes
+from quiverfl.methods.contract import Message, Start, Train, check_epochs
 from quiverfl.methods.pushsum import (
     PushSumState,
     bias,
@@ -76,9 +74,3 @@ class OSGP:
 
     def personal(self, state: PushSumState) -> Point:
         return Point(debias(state.u, state.mu), debias(state.v, state.mu))
-
-    def adapt(self, task: Task) -> None:
-        return None
-
-    def payload(self, message: Message) -> Tensor:
-        return dense_bytes(message)

@@ -23,6 +23,7 @@ from quiverfl.experiment import (
     share_out,
     topology_for,
 )
+from quiverfl.methods.contract import adaptation
 from quiverfl.results.history import read_lines
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell
@@ -134,7 +135,7 @@ def trial(config: Config, dataset: Dataset, threads: int = 1) -> float:
     tested = max(1, int(small.partition.test_counts.sum()))
     training = sizes.mean() * active / trained
     testing = whole.test_counts.sum() / tested
-    if method.adapt(small.task) is not None:  # what is evaluated is trained before
+    if adaptation(method, small.task) is not None:  # what is evaluated is trained before
         testing = sizes.sum() / trained
     return float(
         cost["train_seconds"] * training
