@@ -173,7 +173,7 @@ def test_a_key_is_rotated_in_mid_run(tmp_path: Path) -> None:
             shutil.copy(tmp_path / "fresh" / name, folders[1] / name)
         for node in nodes:  # as if the network had hiccuped: everybody connects anew
             for courier in node.neighbours.couriers.values():
-                await courier.close()
+                await courier.reconnect()
         counts = [node.tally.counts["transfers"] for node in nodes]
         await until(
             lambda: all(

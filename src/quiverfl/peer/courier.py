@@ -97,7 +97,7 @@ class Courier:
         self._compose, self._on_greeting = compose, on_greeting
         self._tally, self._log, self._trace = tally, log, trace
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
-        self._greeted = False
+        self._greeted = self._closed = False
         self._wake = asyncio.Event()
         self._chance = random.Random(secrets.randbits(64))  # jitter must differ between peers
         self.refund: Transfer | None = None
@@ -108,9 +108,9 @@ class Courier:
         self._wake.set()
 
     async def run(self) -> None:
-        """Deliver whatever is in the outbox, for ever."""
+        """Deliver whatever is in the outbox, until closed."""
         pause = self._limits.retry_first
-        while True:
+        while not self._closed:
             transfer = self._books.accounts.link(self.peer).outbox
             if transfer is None or self.refund is not None:
                 await self._rest(None)
@@ -128,12 +128,19 @@ class Courier:
 
     async def _rest(self, seconds: float | None) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
         except TimeoutError:
             return
         self._wake.clear()
 
     async def close(self) -> None:
+        self._closed = True
+        self.wake()
+        await self._disconnect()
+
+    async def reconnect(self) -> None:
+        """Start over with a new connection, and with the keys as they are now."""
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -229,8 +236,8 @@ class Courier:
         if reply.word == "proceed":
             payload = await self._body(transfer)
             for frame in frames(payload):
-                writing = call.write(self._tally.sent(frame))
-                await asyncio.wait_for(writing, self._limits.idle_seconds)
+                async with asyncio.timeout(self._limits.idle_seconds):
+                    await call.write(self._tally.sent(frame))
             self._trace("after send")
             reply = await self._reply(call, self._limits.idle_seconds)
         if reply.word == "staged":
@@ -247,7 +254,8 @@ class Courier:
             raise Unreachable("written off in the meantime") from None
 
     async def _reply(self, call: Any, seconds: float) -> Reply:
-        frame = await asyncio.wait_for(call.read(), seconds)
+        async with asyncio.timeout(seconds):
+            frame = await call.read()
         if not isinstance(frame, bytes):  # grpc.aio.EOF
             raise Unreachable("the neighbour closed the stream")
         return decode(Reply, frame)

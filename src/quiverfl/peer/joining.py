@@ -21,6 +21,8 @@ from quiverfl.peer.store import Memory, Store, Trace
 from quiverfl.peer.terms import Terms
 from quiverfl.peer.wire import SERVICE, Assembly, Model, WireError, decode, encode, frames
 
+PULL_SECONDS = 600.0
+
 
 async def model_frames(books: Books, manifest: Manifest) -> AsyncIterator[bytes]:
     """z = u / μ of this peer as a neighbour gets it who joins."""
@@ -57,9 +59,8 @@ async def join_store(
         if member.name == terms.name:
             continue
         try:
-            round, message = await asyncio.wait_for(
-                _pull(member.address, member.name, identity, terms.manifest), 120
-            )
+            async with asyncio.timeout(PULL_SECONDS):
+                round, message = await _pull(member.address, member.name, identity, terms.manifest)
         except (grpc.aio.AioRpcError, WireError, TimeoutError) as problem:
             problems.append(f"{member.name}: {_text(problem)}")
             continue

@@ -100,10 +100,10 @@ class Node:
             await ending.end(self)
         finally:
             self.state = "stopping"
+            await asyncio.gather(*(c.close() for c in self.neighbours.couriers.values()))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(c.close() for c in self.neighbours.couriers.values()))
             await server.stop(0.5)
             await self.books.settle()
             self._thread.shutdown()
@@ -282,7 +282,8 @@ class Node:
             self.reception.changed.clear()
             try:
                 # A link becomes free without an event of its own: look again now and then.
-                await asyncio.wait_for(self.reception.changed.wait(), min(left, 0.02))
+                async with asyncio.timeout(min(left, 0.02)):
+                    await self.reception.changed.wait()
             except TimeoutError:
                 continue
 

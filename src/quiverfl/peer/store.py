@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import secrets
 import sqlite3
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ class Store:
     def __init__(self, folder: Path, trace: Trace = lambda point: None) -> None:
         self.folder = folder
         self._trace = trace
+        self._one_at_a_time = threading.Lock()
         self._lock = _locked(folder)
         self._database = sqlite3.connect(
             folder / schema.FILE, isolation_level=None, check_same_thread=False
@@ -189,6 +191,18 @@ class Store:
         memory: Memory | None = None,
         payloads: Mapping[str, bytes] | None = None,
         entry: Entry | None = None,
+    ) -> None:
+        with self._one_at_a_time:
+            self._commit_alone(kind, accounts, changes, memory, payloads, entry)
+
+    def _commit_alone(
+        self,
+        kind: str,
+        accounts: Accounts | None,
+        changes: list[schema.Change],
+        memory: Memory | None,
+        payloads: Mapping[str, bytes] | None,
+        entry: Entry | None,
     ) -> None:
         self._trace(f"before {kind} files")
         if entry is not None:
