@@ -64,7 +64,8 @@ class RunFolder:
         if theirs.identity() != config.identity():
             raise QuiverError(
                 f"{self.path} holds a run of another configuration "
-                f"({_difference(theirs, config)}). Choose another --out, or delete the folder if it is no longer wanted."
+                f"({_difference(theirs, config)}). Choose another --out, or delete the folder if "
+                "it is no longer wanted."
             )
 
     def open(self, config: Config, partition: Partition, topology: Topology) -> None:
