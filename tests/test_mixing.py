@@ -29,8 +29,9 @@ def test_mixing_is_the_matrix_product(
     leaf = torch.from_numpy(np.random.default_rng(seed).normal(size=(clients, width)))
     expected = graph.weights @ leaf.numpy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixing, "DENSE_CLIENTS", 10_000 if dense else 0)
+        patch.setattr(mixing, "DENSE_SHARE", -1 if dense else 2)
         patch.setattr(mixing, "CHUNK_BYTES", chunk)
+        patch.setattr(mixing, "NARROWEST", 1)
         mixed = mix(graph, leaf)
     np.testing.assert_allclose(mixed.numpy(), expected, rtol=0, atol=1e-13)
     assert graph.common_row is not None or mixed.data_ptr() == leaf.data_ptr()  # in place
