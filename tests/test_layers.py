@@ -21,7 +21,7 @@ LAYERS = [
     {"folder"},
     {"experiment"},
     {"peer", "distributed"},
-    {"sweep", "sweeps"},
+    {"sweep", "sweeps", "theory"},
     {"reproduce"},
     {"cli"},
 ]

@@ -1,0 +1,39 @@
+"""How much is run: enough to see it all, or just enough to see that it works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    rounds: tuple[int, ...]
+    """The T of the rate."""
+    part_rounds: tuple[int, ...]
+    """The T of its parts: start, noise and diversity alone."""
+    seeds: int
+    connectivity_rounds: int
+    mixing_rounds: int
+    limit_rounds: int
+    steps: tuple[float, ...]
+    """η_u · L_u · K_u of the limits."""
+
+
+FULL = Settings(
+    rounds=(16, 64, 256, 1024),
+    part_rounds=(16, 48, 144),
+    seeds=3,
+    connectivity_rounds=128,
+    mixing_rounds=40,
+    limit_rounds=120,
+    steps=(0.4, 0.2, 0.1),
+)
+QUICK = Settings(
+    rounds=(8, 24, 72),
+    part_rounds=(4, 16),
+    seeds=2,
+    connectivity_rounds=20,
+    mixing_rounds=10,
+    limit_rounds=20,
+    steps=(0.4,),
+)
