@@ -1,0 +1,87 @@
+"""The best of a method's tries, by what was set aside from its training data."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from quiverfl.config import parse
+from quiverfl.errors import QuiverError
+from quiverfl.reproduce.catalogue import configs
+from quiverfl.sweeps.places import Places
+from quiverfl.sweeps.plan import Cell, load_sweep
+from quiverfl.sweeps.tuning import as_overrides, tuned
+from run_folders import Recipe, write_run
+
+
+def cell(lr: float, decay: float = 0.9, case: str = "a", seed: int = 0, **data: object) -> Cell:
+    tree = {
+        "data": {"validation": 0.2, **data, "samples_per_client": len(case)},
+        "training": {"lr": lr, "lr_decay": decay},
+        "run": {"seed": seed},
+    }
+    return Cell(parse(tree), case, (("training.lr", lr), ("training.lr_decay", decay)))
+
+
+def finished(places: Places, one: Cell, level: float) -> Cell:
+    """A run of the cell that ends at about this accuracy at stage local, 0.3 lower at mixed."""
+    write_run(places.run(one), Recipe(level=level, drop=0.3, seed=one.config.run.seed))
+    return one
+
+
+def test_the_mean_over_cases_decides(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    cells = [
+        finished(places, cell(0.1, case="a"), 0.50),
+        finished(places, cell(0.1, case="bb"), 0.50),
+        finished(places, cell(0.2, case="a"), 0.90),
+        finished(places, cell(0.2, case="bb"), 0.30),
+        finished(places, cell(0.3, case="a"), 0.20),
+        finished(places, cell(0.3, case="bb"), 0.20),
+    ]
+    (found,) = tuned(cells, places, "local", "last")
+    assert [dict(one.point)["training.lr"] for one in found.tries] == [0.2, 0.1, 0.3]
+    assert set(found.best.scores) == {"a", "bb"}
+    assert found.at_the_edge() == []
+    assert tomllib.loads(as_overrides([found])) == {
+        "overrides": {"dfedpgp": {"training": {"lr": 0.2, "lr_decay": 0.9}}}
+    }
+
+
+def test_a_try_that_diverged_with_any_seed_is_never_chosen(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    good = finished(places, cell(0.1), 0.4)
+    half = [finished(places, cell(0.2), 0.9), cell(0.2, seed=1)]
+    (found,) = tuned([good, *half], places, "local", "last")
+    assert [dict(one.point)["training.lr"] for one in found.tries] == [0.1, 0.2]
+    assert found.tries[1].mean != found.tries[1].mean
+
+
+def test_a_choice_at_the_edge_of_what_was_tried_is_told(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    cells = [finished(places, cell(lr), lr) for lr in (0.2, 0.5, 0.8)]
+    (found,) = tuned(cells, places, "local", "last")
+    assert found.at_the_edge() == ["training.lr"]
+
+
+def test_test_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuiverError, match="choosing by the test data"):
+        tuned([cell(0.1, validation=None)], Places(tmp_path), "local", "last")
+
+
+def test_the_small_scale_is_tuned_fairly() -> None:
+    """As many tries for every method, on a seed that is not reported, never on test data."""
+    tuning = load_sweep(configs() / "small" / "tuning.toml")
+    reported = load_sweep(configs() / "small" / "table1.toml")
+    tries: dict[str, set[str]] = {}
+    for one in tuning.cells:
+        key = json.dumps([one.case, one.point])
+        tries.setdefault(one.config.method.name, set()).add(key)
+    assert len(tries) == 11
+    assert {len(points) for points in tries.values()} == {16}  # 8 in each of two cases
+    assert all(one.config.data.validation for one in tuning.cells)
+    seeds = {one.config.run.seed for one in tuning.cells}
+    assert not seeds & {one.config.run.seed for one in reported.cells}
