@@ -1,0 +1,1 @@
+"""How fast Quiver is, as ratios measured side by side: `python -m benchmarks`. See README.md."""

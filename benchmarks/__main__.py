@@ -1,0 +1,103 @@
+"""`python -m benchmarks`: measure; `… render`: the table into the documentation; `… peers`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine, mixing, peers, report, scale, training, whole
+from benchmarks.figures import Figure
+from benchmarks.works import WORKS, smaller
+
+PARTS = ("A", "B", "C", "D", "E", "F", "run")
+REPEATS = {"A": 5, "B": 3, "C": 3, "D": 3, "E": 3, "F": 2}
+RESULT, DOCUMENT = Path("runs/bench/result.json"), Path("docs/performance.md")
+
+
+def main() -> None:
+    wanted = _arguments()
+    if wanted.command == "render":
+        report.render(wanted.out, wanted.document)
+        print(f"{wanted.document}: table of {wanted.out}")
+        return
+    torch.set_num_threads(wanted.threads)
+    about = _about(wanted)
+    begin = time.perf_counter()
+    found: list[Figure] = []
+    for name, part in _parts(wanted).items():
+        print(f"{name} …", flush=True)
+        figures = part()
+        found += figures
+        report.write(wanted.out, figures, about)
+    report.show(found)
+    print(f"{time.perf_counter() - begin:.0f} s, written to {wanted.out}")
+
+
+def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
+    """What to measure, by name. Peers run where somebody has installed them."""
+    kind, threads, quick = wanted.clock, wanted.threads, wanted.quick
+
+    def repeats(name: str) -> int:
+        return 2 if quick else REPEATS[name]
+
+    def trained(name: str) -> Callable[[], list[Figure]]:
+        work = smaller(WORKS[name]) if quick else WORKS[name]
+        return lambda: training.figures(work, repeats(name), kind)
+
+    if wanted.command == "peers":
+        peers.install()
+        return {"peers": lambda: peers.figures(threads, quick)}
+    parts = {
+        **{name: trained(name) for name in ("A", "B", "C")},
+        "D": lambda: mixing.figures(repeats("D"), kind, threads, quick),
+        "E": lambda: scale.figures(repeats("E"), kind, threads, quick),
+        "F": trained("F"),
+        "run": lambda: whole.figures(threads, quick),
+    }
+    return {name: part for name, part in parts.items() if name in wanted.only}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("command", nargs="?", choices=("measure", "render", "peers"))
+    parser.add_argument("--only", type=_only, default=PARTS, help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="fewer clients and repeats")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu, with --threads 1: for a machine that others use at the same time",
+    )
+    parser.add_argument("--out", type=Path, default=RESULT, help="the JSON file")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="what render writes to")
+    return parser.parse_args()
+
+
+def _only(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in PARTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PARTS)}")
+    return names
+
+
+def _about(wanted: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine.describe(),
+        "threads": wanted.threads,
+        "clock": wanted.clock,
+        "quick": wanted.quick,
+        "load": machine.load(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Works A, B, C and F: training and mixing against the limit and against the naive loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks import limit
+from benchmarks.clock import Kind, Seconds, interleaved
+from benchmarks.figures import Bound, Figure, ratio
+from benchmarks.naive import Naive
+from benchmarks.product import Product
+from benchmarks.works import BATCH, Work
+
+NAIVE_TARGETS = {"A": 5.0, "B": 1.9, "F": 2.5}
+LIMIT_TARGETS = {"A": 1.2, "B": 1.1, "C": 1.15}
+EVALUATION_TARGET = 1.2
+TOGETHER = 25 * BATCH
+"""A batch as large as what the product computes at once where models are dense."""
+
+
+def figures(work: Work, repeats: int, kind: Kind) -> list[Figure]:
+    """Everything about one work."""
+    product = Product(work)
+    contestants: dict[str, Callable[[], object]] = {
+        "ours": product.round,
+        "naive": Naive(work).round,
+    }
+    for form in limit.forms(work) if work.name in LIMIT_TARGETS else ():
+        contestants[f"limit {form}"] = limit.phases(work, form)
+        contestants[f"whole {form}"] = limit.whole(work, form)
+    if work.name == "A":
+        contestants["together"] = limit.phases(work, "contiguous", TOGETHER)
+    seconds = interleaved(contestants, repeats, kind)
+    found = [_figure(work, "naive / ours", seconds, "naive", "ours", "≥", NAIVE_TARGETS)]
+    if work.name in LIMIT_TARGETS:
+        best = _fastest(seconds, "limit")
+        found.append(_figure(work, "ours / limit", seconds, "ours", best, "≤", LIMIT_TARGETS))
+        every = _fastest(seconds, "whole")
+        name = "ours / forward and backward of everything"
+        found.append(_figure(work, name, seconds, "ours", every))
+    if work.name == "A":
+        name = f"ours / limit at batch {TOGETHER}"
+        found.append(_figure(work, name, seconds, "ours", "together"))
+    if work.name in LIMIT_TARGETS:
+        found.append(_evaluation(work, product, repeats, kind))
+    return found
+
+
+def _evaluation(work: Work, product: Product, repeats: int, kind: Kind) -> Figure:
+    contestants: dict[str, Callable[[], object]] = {"ours": product.evaluate}
+    for form in limit.forms(work):
+        contestants[f"forward {form}"] = limit.forward(work, form)
+    seconds = interleaved(contestants, 3 * repeats, kind)
+    best = _fastest(seconds, "forward")
+    name, targets = "evaluation / bare forward", {work.name: EVALUATION_TARGET}
+    return _figure(work, name, seconds, "ours", best, "≤", targets)
+
+
+def _fastest(seconds: Seconds, prefix: str) -> str:
+    return min((name for name in seconds if name.startswith(prefix)), key=lambda n: min(seconds[n]))
+
+
+def _figure(
+    work: Work,
+    name: str,
+    seconds: Seconds,
+    over: str,
+    under: str,
+    bound: Bound | None = None,
+    targets: dict[str, float] | None = None,
+) -> Figure:
+    target = (targets or {}).get(work.name)
+    return Figure(
+        work.name,
+        name,
+        ratio(seconds[over], seconds[under]),
+        bound if target is not None else None,
+        target,
+        details={"over": over, "under": under, "seconds": seconds},
+    )
