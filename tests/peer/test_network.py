@@ -22,7 +22,12 @@ from .proxy import Proxy
 from .swarm import Options, build, make_folders
 from .test_life import finish, until
 
-QUICK = {"retry_first": 0.05, "retry_cap": 0.5, "keepalive_seconds": 2.0}
+QUICK = {
+    "retry_first": 0.05,
+    "retry_cap": 0.5,
+    "keepalive_seconds": 2.0,
+    "hello_seconds": 2.0,
+}
 
 
 async def behind_proxies(folders: list[Path]) -> list[Proxy]:

@@ -159,9 +159,10 @@ class Courier:
             )
         return self._channel
 
-    async def hello(self, timeout: float = 15.0) -> Hello:
+    async def hello(self, timeout: float | None = None) -> Hello:
         """Introduce this peer; what the neighbour says of itself."""
         hello = self._compose(self.peer)
+        timeout = timeout or self._limits.hello_seconds
         call = self._connected().unary_unary(f"/{SERVICE}/Hello")
         try:
             answer = await call(self._tally.sent(encode(hello)), timeout=timeout)

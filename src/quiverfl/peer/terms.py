@@ -20,6 +20,7 @@ class Limits:
     bodies: int = 4  # received at the same time
     staged: int = 256  # waiting for the next commit
     idle_seconds: float = 60.0  # without a byte, then the stream is dropped
+    hello_seconds: float = 15.0  # to connect and greet, on a bad network too
     retry_first: float = 0.2
     retry_cap: float = 30.0
     keepalive_seconds: float = 20.0
