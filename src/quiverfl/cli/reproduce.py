@@ -89,7 +89,7 @@ def reproduce(
     """
     item = find_item(what)
     wanted = choice(methods, seeds, cases, [*graph_settings(graph.value), *(set_ or ())])
-    cells = _cells(item, scale, wanted, equal)
+    cells = item_cells(item, scale, wanted, equal)
     places = Places(out)
     if item.kind != "partition":
         carry_out(cells, places, jobs, dry_run, estimated, retry, quiet or as_json)
@@ -106,7 +106,7 @@ def reproduce(
     leave(cells, places)
 
 
-def _cells(item: Item, scale: str, wanted: Choice, equal: Equal) -> list[Cell]:
+def item_cells(item: Item, scale: str, wanted: Choice, equal: Equal) -> list[Cell]:
     """The item's cells: what it shows of its sweep, unless something else was asked for."""
     file = sweep_file(item, scale)
     cells = load_sweep(file, wanted).cells

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -95,7 +96,7 @@ def sweep_file(item: Item, scale: str) -> Path:
 
 def _scale_folder(scale: str) -> Path:
     own = Path(scale)
-    if len(own.parts) > 1 or scale == ".":
+    if os.sep in scale or scale == ".":
         if not own.is_dir():
             raise QuiverError(f"--scale {scale}: there is no such folder.")
         return own

@@ -91,7 +91,7 @@ def target_of(case: CaseResult, stage: str) -> tuple[float, bool]:
     printed = paper.target(case.label)
     if printed is not None and max(best) >= printed:
         return printed, True
-    return float(np.floor(100 * np.median(best)) / 100), False
+    return float(np.floor(100 * np.median(best) + 1e-9) / 100), False
 
 
 def equal_steps_frame(results: Results) -> pd.DataFrame:

@@ -1,0 +1,141 @@
+"""`quiver reproduce` from start to files, and again after it was killed half-way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from quiverfl.cli.main import app
+from quiverfl.results.history import read_lines
+
+TINY = ["--scale", "tiny", "--methods", "local,dfedpgp", "--no-estimate", "--jobs", "1"]
+LONGER = ["--set", "run.rounds=12", "--set", "training.batch_size=all"]
+FILES = [
+    "table1.md",
+    "table1.tex",
+    "table1.csv",
+    "table1-equal-steps.md",
+    "table1-equal-steps.csv",
+    "table1-differences.md",
+    "table1-differences.csv",
+    "table1-curves.svg",
+]
+CELLS = 2 * 2 * 2
+
+
+def reproduce(what: str, folder: Path, *options: str) -> str:
+    result = CliRunner().invoke(app, ["reproduce", what, "--out", str(folder), *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Table 1 of the smoke test, run without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    output = reproduce("table1", folder, *TINY, *LONGER)
+    assert f"{CELLS} cells, 0 of them done before." in output
+    assert "Digits Dir-0.3" in output
+    return folder
+
+
+def test_the_table_is_written_in_every_form(whole: Path) -> None:
+    folder = whole / "table1-tiny"
+    for name in FILES:
+        assert (folder / name).stat().st_size > 0
+    assert (folder / "table1-curves.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "report.html").read_text()
+    assert "against DFedPGP, paired by seed" in page
+    assert "<svg" in page
+    assert 'href="case-Digits-Pat-2.html"' in page
+    assert (folder / "case-Digits-Pat-2.html").is_file()
+    assert r"\begin{table}" in (folder / "table1.tex").read_text()
+
+
+def test_killed_half_way_and_started_again_it_writes_the_same_tables(
+    whole: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "quiverfl.cli.main", "reproduce", "table1", *TINY, *LONGER]
+    process = subprocess.Popen([*command, "--out", "."], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    cells = tmp_path / "cells"
+    end = time.monotonic() + 120
+    while len(list(cells.glob("*/summary.json"))) < 3 or not _half_way(cells):
+        assert time.monotonic() < end
+        assert process.poll() is None, "it ended before it was killed"
+        time.sleep(0.005)
+    children = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(children, timeout=30)
+    assert len(children) == 1
+    assert not children[0].is_running()
+    assert len(list(cells.glob("*/summary.json"))) < CELLS
+    assert not (tmp_path / "table1-tiny").exists()
+    output = reproduce("table1", tmp_path, *TINY, *LONGER)
+    assert "0 of them done before" not in output
+    for name in FILES:
+        ours, theirs = (folder / "table1-tiny" / name for folder in (tmp_path, whole))
+        assert ours.read_bytes() == theirs.read_bytes(), name
+
+
+def _half_way(cells: Path) -> bool:
+    """Some cell has begun and has a checkpoint, but no summary."""
+    return any(
+        len(read_lines(folder / "rounds.jsonl")) > 2 and not (folder / "summary.json").exists()
+        for folder in cells.iterdir()
+        if folder.is_dir() and not folder.name.startswith(".")
+    )
+
+
+def test_other_items_use_the_cells_that_are_there(whole: Path) -> None:
+    """Nothing is left to run for the curves and, without Local, for the rounds to a target."""
+    for what, text in (("fig2", "Learning curves"), ("table2", "Rounds to a target")):
+        output = reproduce(what, whole, *TINY, *LONGER, "--stage", "mixed")
+        assert f"{CELLS} cells, {CELLS} of them done before." in output
+        assert text in output
+    assert (whole / "fig2-tiny" / "fig2-curves.png").is_file()
+    assert "stage “mixed”" in (whole / "table2-tiny" / "table2.md").read_text()
+    files = json.loads(reproduce("fig2", whole, *TINY, *LONGER, "--json"))
+    assert Path(files["folder"]) == whole / "fig2-tiny"
+    assert str(whole / "fig2-tiny" / "report.html") in files["files"]
+
+
+def test_tensorboard_files_are_written_once(whole: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for _ in range(2):
+        reproduce("table2", whole, *TINY, *LONGER, "--tensorboard")
+        events = list((whole / "table2-tiny" / "tensorboard").glob("*/*tfevents*"))
+        assert len(events) == CELLS
+
+
+def test_a_dry_run_runs_nothing(whole: Path) -> None:
+    output = reproduce("table1", whole, *TINY, *LONGER, "--seeds", "0,9", "--dry-run")
+    states = [line.split()[0] for line in output.splitlines() if "digits" in line]
+    assert sorted(states) == ["finished"] * 4 + ["new"] * 4
+
+
+def test_heat_maps_need_no_training(tmp_path: Path) -> None:
+    output = reproduce("fig4", tmp_path, "--scale", "tiny")
+    assert "heterogeneity" in output
+    assert (tmp_path / "fig4-tiny" / "fig4-partitions.svg").is_file()
+    assert not (tmp_path / "cells").exists()
+    lines = (tmp_path / "fig4-tiny" / "fig4.csv").read_text().splitlines()
+    assert lines[2].startswith("Digits Pat-2,10,30–30,2–2,2.0,")
+
+
+def test_variants_have_folders_of_their_own(tmp_path: Path) -> None:
+    options = ["--graph", "pull", "--equal", "steps", "--cases", "Digits Pat-2", "--seeds", "0"]
+    methods = ["--methods", "fedavg,dfedpgp", *TINY[:2], *TINY[4:], "--set", "run.rounds=2"]
+    output = reproduce("table1", tmp_path, *methods, *options)
+    assert "DFedPGP on random_pull" in output.replace("\n", " ")
+    folder = tmp_path / "table1-tiny-pull-equal-steps"
+    assert "2–20 rounds" in (folder / "table1.md").read_text()
+    assert "theorem does not apply" in (folder / "table1.md").read_text()
