@@ -69,10 +69,10 @@ class Scheme:
 
 
 SCHEMES = (
-    Scheme("push-sum on random_push", METHOD, push=True),
-    Scheme("random_pull", METHOD, push=False),
+    Scheme("push-sum", METHOD, push=True),
+    Scheme("pull", METHOD, push=False),
     Scheme(
-        "random_push without de-biasing",
+        "push without μ",
         WithoutDebiasing(METHOD.personal_epochs, METHOD.shared_epochs),
         push=True,
     ),

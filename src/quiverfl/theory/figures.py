@@ -133,8 +133,7 @@ def draw_parts(axes: Axes, rate: Rate) -> None:
             markersize=4.5,
             label=f"{told}: {signed(part.slope.value)}",
         )
-    rounds = sorted({count for part in rate.parts for count in part.rounds})
-    _log_rounds(axes, rounds)
+    _log_rounds(axes, rate.parts[0].rounds)
     low, high = axes.get_ylim()
     axes.set_ylim(low / 5, high)
     axes.set_ylabel("average of Δ_ū/L_u + Δ_v/L_v over T rounds")

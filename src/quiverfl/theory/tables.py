@@ -11,6 +11,10 @@ from quiverfl.theory.measure import Findings
 from quiverfl.theory.rate import Rate
 
 MINUS = "−"
+_SCHEMES = (
+    "push-sum: DFedPGP on random_push; pull: on random_pull, where rows sum to 1; "
+    "push without μ: on random_push without de-biasing."
+)
 EXACT = 1e-12
 """Relative lengths below it are rounding."""
 
@@ -57,7 +61,6 @@ def slope_table(rate: Rate) -> Table:
     rows = [
         (
             part.name,
-            part.words,
             f"{part.rounds[0]} … {part.rounds[-1]}",
             signed(part.slope.value),
             f"{signed(part.slope.low)} … {signed(part.slope.high)}",
@@ -65,16 +68,16 @@ def slope_table(rate: Rate) -> Table:
         )
         for part in rate.parts
     ]
-    seeds = len(rate.parts[0].errors)
+    parts = "; ".join(f"{part.name}: {part.words}" for part in rate.parts[1:])
     return _table(
         "Slope of the average of Δ_ū/L_u + Δ_v/L_v against T, in logarithms",
-        ("part", "what is left in", "T", "slope", "95 % interval", "between the last two T"),
+        ("part", "T", "slope", "95 % interval", "last two T"),
         rows,
-        f"The corollary's rate is {signed(-0.5)}. Fitted for each of {seeds} seeds; Student's "
-        f"interval over them. η_u = {rate.scale:g}/(L_u K_u √T) and η_v = {rate.scale:g}/(L_v K_v "
-        f"√T) with K_u = {rate.shared_steps}, K_v = {rate.personal_steps}, on random_push with "
+        f"The corollary's rate is {signed(-0.5)}. Alone: {parts}. Fitted for each of "
+        f"{len(rate.parts[0].errors)} seeds; Student's interval over them. "
+        f"η_u = {rate.scale:g}/(L_u K_u √T) and η_v = {rate.scale:g}/(L_v K_v √T) with "
+        f"K_u = {rate.shared_steps}, K_v = {rate.personal_steps}, on random_push with "
         f"{rate.neighbors} neighbours.",
-        words=2,
     )
 
 
@@ -95,10 +98,10 @@ def rate_table(rate: Rate) -> Table:
         )
     return _table(
         "The average over T rounds",
-        ("T", "average", "over seeds", "average · √T", "η_u within the theorem"),
+        ("T", "average", "over seeds", "average · √T", "η_u allowed"),
         rows,
-        "Constant in the fourth column: exactly 1/√T. The theorem asks for "
-        "η_u < δ/(4√2 L_u K_u); δ is the smallest μ of these rounds.",
+        "The fourth column is constant where the average falls exactly like 1/√T. η_u is allowed "
+        "where it is below the theorem's δ/(4√2 L_u K_u), δ the smallest μ of these rounds.",
         words=0,
     )
 
@@ -118,15 +121,22 @@ def connectivity_table(found: Connectivity) -> Table:
     ]
     return _table(
         f"The same {found.rounds} rounds on different graphs",
-        ("graph", "q", "C", "δ", "error", "above full", "disagreement"),
+        ("graph", "q", "C", "δ", "error", "above full", "apart"),
         rows,
-        "error: average of Δ_ū/L_u + Δ_v/L_v. disagreement: average of (1/m) Σ ‖z_i − ū‖². q and C "
+        "error: average of Δ_ū/L_u + Δ_v/L_v. apart: average of (1/m) Σ ‖z_i − ū‖². q and C "
         "are measured on the products of the matrices. Clients start apart. Rank correlation of q "
         f"and error: {found.rank_correlation:.2f}.",
     )
 
 
 def mixing_table(found: Conservation) -> Table:
+    columns = (
+        Column("scheme", number=False),
+        Column("1 round", above="ū moved by"),
+        Column("all", above="ū moved by"),
+        Column("their mean", above="clients end from"),
+        Column("ū_0", above="clients end from"),
+    )
     rows = [
         (
             mixing.label,
@@ -137,35 +147,35 @@ def mixing_table(found: Conservation) -> Table:
         )
         for mixing in found.mixing
     ]
-    return _table(
+    return Table(
         f"{found.mixing_rounds} rounds of mixing, nobody trains",
-        ("scheme", "drift of ū, 1 round", "at the end", "disagreement", "from the first mean"),
-        rows,
-        "In units of how far apart the clients start. disagreement and distance are of what "
-        f"clients use: z, or u where μ is ignored. {found.neighbors} neighbours, a new graph "
-        "every round.",
+        columns,
+        tuple(tuple(Cell(text) for text in row) for row in rows),
+        "In units of how far apart the clients start; what clients use is z, or u where μ is "
+        f"ignored. {_SCHEMES} {found.neighbors} neighbours, a new graph every round.",
     )
 
 
 def limit_table(found: Conservation) -> Table:
     steps = list(dict.fromkeys(limit.step for limit in found.limits))
-    columns = [Column("scheme", number=False), Column("graph", number=False)]
-    for above in ("‖ū − u*‖", "clients’ ‖z_i − u*‖"):
-        columns += [Column(f"step {step:g}", above=above) for step in steps]
+    columns = [Column("scheme and graph", number=False)]
+    for above in ("‖ū − u*‖", "clients"):
+        columns += [Column(f"{step:g}", above=above) for step in steps]
     rows = []
     for label in dict.fromkeys(limit.label for limit in found.limits):
         for static in (False, True):
             some = [x for x in found.limits if x.label == label and x.static == static]
-            texts = [label, "fixed" if static else "new every round"]
-            texts += [f"{limit.mean_distance:.4f}" for limit in some]
-            texts += [f"{limit.client_distance:.4f}" for limit in some]
+            texts = [f"{label}, {'fixed' if static else 'new'}"]
+            texts += [f"{limit.mean_distance:.3f}" for limit in some]
+            texts += [f"{limit.client_distance:.2f}" for limit in some]
             rows.append(tuple(Cell(text) for text in texts))
     return Table(
-        f"Where {found.limit_rounds} rounds of training without noise end",
+        f"Distance from the optimum after {found.limit_rounds} rounds without noise, by step",
         tuple(columns),
         tuple(rows),
-        "step is η_u L_u K_u = η_v L_v K_v. Averages over the last quarter of the rounds; over "
-        f"clients the root of the mean square. {found.neighbors} neighbours.",
+        "The step is η_u L_u K_u = η_v L_v K_v. clients: root of the mean square of ‖z_i − u*‖, "
+        "or of ‖u_i − u*‖ where μ is ignored. Averages over the last quarter of the rounds. "
+        f"{_SCHEMES} {found.neighbors} neighbours, new in every round or fixed.",
     )
 
 

@@ -30,8 +30,8 @@ def _rate(rate: Rate) -> str:
     inside = slope.low <= -0.5 <= slope.high
     return (
         f"The average of Δ_ū/L_u + Δ_v/L_v falls with slope {signed(slope.value)} "
-        f"(95 %: {signed(slope.low)} … {signed(slope.high)}), which "
-        f"{'contains' if inside else 'does not contain'} the corollary’s −1/2."
+        f"(95 %: {signed(slope.low)} … {signed(slope.high)}); the corollary’s −1/2 lies "
+        f"{'inside' if inside else 'outside'} that interval."
     )
 
 
