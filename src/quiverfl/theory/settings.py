@@ -30,10 +30,10 @@ FULL = Settings(
 )
 QUICK = Settings(
     rounds=(8, 24, 72),
-    part_rounds=(4, 16),
+    part_rounds=(4, 12),
     seeds=2,
-    connectivity_rounds=20,
+    connectivity_rounds=14,
     mixing_rounds=10,
-    limit_rounds=20,
+    limit_rounds=16,
     steps=(0.4,),
 )
