@@ -124,6 +124,24 @@ def test_a_diverging_run_exits_3_and_names_round_and_client(here: Path) -> None:
     assert (here / "wild" / "rounds.jsonl").exists()
 
 
+def test_one_diverging_method_does_not_take_the_others_along(here: Path) -> None:
+    with (here / "small.toml").open("a") as file:
+        file.write("[overrides.fedavg.training]\nlr = 1e6\nweight_decay = 1.0\nmomentum = 0.9\n")
+    done = quiver(
+        "compare", "small.toml", "--methods", "fedavg,dfedpgp", "--out", "both",
+        "--set", "run.rounds=30", cwd=here,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "DFedPGP" in done.stdout
+    assert json.loads((here / "both" / "dfedpgp" / "summary.json").read_text())["finished"]
+
+
+def test_event_files_on_request(here: Path) -> None:
+    done = quiver("run", "small.toml", "--out", "run", "--tensorboard", "--quiet", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert list((here / "run" / "tensorboard").rglob("events.out.*"))
+
+
 def test_lists_for_people_and_machines(here: Path) -> None:
     methods = json.loads(quiver("methods", "--json", cwd=here).stdout)
     assert len(methods) == 11

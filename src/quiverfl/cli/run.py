@@ -14,7 +14,7 @@ from rich.table import Table
 
 from quiverfl.cli.progress import progress
 from quiverfl.config import Config, load_config
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.errors import Diverged, QuiverError, nearest
 from quiverfl.methods import METHODS, Method
 
 Settings = Annotated[
@@ -29,6 +29,9 @@ def run(
     config: Annotated[Path, typer.Argument(help="A TOML configuration.")],
     set_: Settings = None,
     out: Out = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Event files in the run folder, too.")
+    ] = False,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -38,6 +41,10 @@ def run(
     folder = out or Path("runs") / name
     _refuse_unfinished(folder)
     _finish(settings, folder, quiet, json_)
+    if tensorboard:
+        from quiverfl.results.tensorboard import write_events
+
+        write_events(folder, folder / "tensorboard")
 
 
 def resume(
@@ -69,16 +76,22 @@ def compare(
     numbers = [settings.run.seed] if seeds is None else _numbers(seeds)
     folder = out or Path("runs") / f"{config.stem}-comparison"
     cells = [_cell(settings, name, seed, len(numbers) > 1) for name in names for seed in numbers]
-    summaries = {}
+    summaries: dict[str, Any] = {}
+    diverged: list[Diverged] = []
     for label, cell in cells:
-        summaries[label] = _run(cell, folder / label, label, quiet or json_)
+        try:
+            summaries[label] = _run(cell, folder / label, label, quiet or json_)
+        except Diverged as error:  # the others are still worth having
+            diverged.append(error)
     page = folder / "report.html"
     groups = write_report([folder / label for label, _ in cells], page)
     if json_:
         print(json.dumps(summaries))
-        return
-    print_comparison(Console(), groups)
-    Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
+    else:
+        print_comparison(Console(), groups)
+        Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
+    if diverged:
+        raise diverged[0]
 
 
 def methods(json_: AsJson = False) -> None:
