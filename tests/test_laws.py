@@ -145,7 +145,7 @@ def test_5_a_part_that_a_phase_does_not_train_is_bit_identical(method: Any) -> N
         if not isinstance(phase, Train) or phase.part == "whole":
             continue
         before = [leaf.clone() for leaf in shard.state]
-        after, _ = shard._trainer.train(phase, number, shard.state, group, 1, epochs)
+        after, _ = shard.trainer.train(phase, number, shard.state, group, 1, epochs)
         frozen = "v" if phase.part == "shared" else "u"
         changed = {
             name

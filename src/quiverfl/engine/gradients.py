@@ -27,7 +27,7 @@ SLAB = 512
 
 def gradient_norms(shard: Shard, method: Method) -> dict[str, float]:
     """Δ_ū and Δ_v of the states as they are now, for a shard that holds every client."""
-    trainer = shard._trainer
+    trainer = shard.trainer
     mean = mean_shared(shard.state)
     shared = torch.zeros_like(mean, dtype=torch.float64)
     personal = 0.0

@@ -67,7 +67,7 @@ class Shard:
         program = Program.of(task, dtype, where)
         examples = Examples(data.train, data, dtype, where)
         self._test = Examples(data.test, data, dtype, where)
-        self._trainer = Trainer(task, examples, training, self._executor, program, seed)
+        self.trainer = Trainer(task, examples, training, self._executor, program, seed)
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         self.state: State = self._initial(examples.sizes, dtype, where, common_init)
         self.local: dict[int, Point] = {}
@@ -96,7 +96,7 @@ class Shard:
 
     def groups(self, rows: Integers) -> Iterator[Group]:
         """Rows in chunks; clients of like size together, so that none waits for another."""
-        order = rows[np.argsort(-self._trainer.examples.sizes[rows], kind="stable")]
+        order = rows[np.argsort(-self.trainer.examples.sizes[rows], kind="stable")]
         for begin in range(0, len(order), self._executor.chunk):
             chunk = order[begin : begin + self._executor.chunk]
             yield Group(chunk, self.ids[chunk])
@@ -135,7 +135,7 @@ class Shard:
         epochs = np.full(len(group.rows), phase.epochs)
         if phase.sent and self._epochs is not None:
             epochs = self._epochs[group.rows]
-        state, steps = self._trainer.train(phase, number, state, group, round, epochs)
+        state, steps = self.trainer.train(phase, number, state, group, round, epochs)
         self.steps[group.rows] += steps
         return state
 
@@ -148,7 +148,7 @@ class Shard:
             gradient = None
             if phase.gradient:
                 stacked = Point(*(part.unsqueeze(0) for part in point))
-                found = self._trainer.gradient(stacked, alone, round, number)
+                found = self.trainer.gradient(stacked, alone, round, number)
                 gradient = Point(*(part[0] for part in found))
             size = sum(len(part) for part in point)
             noise = stream(self._seed, "noise", int(client), round).random(size)
@@ -188,7 +188,7 @@ class Shard:
             return point
         phase = self._adaptation
         epochs = np.full(len(group.rows), phase.epochs)
-        adapted: Point = self._trainer.train(phase, ADAPT, point, group, 0, epochs)[0]
+        adapted: Point = self.trainer.train(phase, ADAPT, point, group, 0, epochs)[0]
         return adapted
 
     def evaluate(self, round: int, stage: str) -> Metrics:
@@ -204,7 +204,7 @@ class Shard:
         for group in self.groups(fresh):
             point = self._adapted(self._stage(group.rows, stage), group)
             metrics = evaluate(
-                self._task, self._trainer.program, self._executor, self._test, point, group.rows
+                self._task, self.trainer.program, self._executor, self._test, point, group.rows
             )
             self._check_loss(metrics["loss"], group, round)
             join(found, metrics, group.rows, len(everyone))

@@ -19,6 +19,8 @@ _COLUMNS = {
     "mu_min": "mass/smallest",
     "mu_max": "mass/largest",
     "consensus": "consensus distance",
+    "gradient_shared": "gradient/shared part at the mean",
+    "gradient_personal": "gradient/personal parts",
 }
 
 
