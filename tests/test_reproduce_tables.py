@@ -18,6 +18,7 @@ from quiverfl.reproduce import scores, tables
 from quiverfl.reproduce.catalogue import ITEMS, Item
 from quiverfl.reproduce.collect import Results, collect
 from quiverfl.reproduce.figures import by_case, by_method
+from quiverfl.reproduce.words import setting_words
 from quiverfl.results.history import finish, read_run
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.summary import summarize
@@ -40,12 +41,14 @@ def cell(method: str, seed: int = 0, case: str = CASE, rounds: int = 3) -> Cell:
     return Cell(parse(tree), case)
 
 
-def write(places: Places, one: Cell, curves: Curves, steps: int = 10) -> Cell:
+def write(
+    places: Places, one: Cell, curves: Curves, steps: int = 10, topology: str = "random_push"
+) -> Cell:
     """A finished run of two clients, one 0.1 above and one 0.1 below the mean."""
     folder = places.run(one)
     folder.mkdir(parents=True)
     config = {"config": one.config.model_dump(mode="json"), "identity": one.config.identity()}
-    config["topology"] = {"name": "star", "sampled": 1}
+    config["topology"] = {"name": topology, "neighbors": 1}
     (folder / "config.json").write_text(json.dumps(config))
     lines, rounds = [], []
     for t in range(len(curves["local"])):
@@ -123,6 +126,20 @@ def test_a_case_the_paper_does_not_have_has_no_column_for_it(tmp_path: Path) -> 
     table = tables.accuracy_table(ITEM, found, ("local", "mixed"))
     assert texts(table) == [["Local", "50.00", "40.00"]]
     assert "paper" not in table.caption
+
+
+def test_graphs_are_named_and_what_theory_does_not_cover(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    cells = [
+        write(places, cell("osgp"), flat(0.5, 0.4)),
+        write(places, cell("dfedpgp"), flat(0.5, 0.4), topology="random_pull"),
+    ]
+    words = setting_words(collect(cells, places))
+    assert words.endswith(
+        "OSGP on random_push (neighbors 1); DFedPGP on random_pull (neighbors 1). "
+        "On random_pull μ stays 1 and the paper's theorem does not apply."
+    )
+    assert "theorem" not in setting_words(collect(cells[:1], places))
 
 
 def test_rounds_to_the_papers_target_where_somebody_reaches_it(results: Results) -> None:

@@ -40,6 +40,7 @@ batch_size = "all"
 [base.run]
 rounds = 3
 checkpoint_every = 1
+threads = 1
 """
 CASES = """
 [[case]]

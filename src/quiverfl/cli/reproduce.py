@@ -96,7 +96,7 @@ def reproduce(
     if dry_run:
         list_cells(cells, places)
         return
-    folder = out / _folder_name(what, scale, graph, equal)
+    folder = out / folder_name(what, scale, graph, equal)
     _write(what, item, cells, places, folder, (stage.value, report.value), as_json)
     if item.kind == "partition":
         return
@@ -118,7 +118,7 @@ def item_cells(item: Item, scale: str, wanted: Choice, equal: Equal) -> list[Cel
     return [with_equal_steps(cell) for cell in cells] if equal is Equal.steps else list(cells)
 
 
-def _folder_name(what: str, scale: str, graph: Graph, equal: Equal) -> str:
+def folder_name(what: str, scale: str, graph: Graph, equal: Equal) -> str:
     parts = [what, Path(scale).name]
     parts += ["pull"] if graph is Graph.pull else []
     parts += ["equal-steps"] if equal is Equal.steps else []

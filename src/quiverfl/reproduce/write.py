@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,7 +51,9 @@ def write(
     drawn = _figures(item, results, shown)
     for (stem, _), figure in drawn.items():
         _write_figure(figure, folder / f"{name}-{stem}")
-    reports = _write_reports(cells, places, folder, shown.stage)
+    reports = {}
+    if item.kind == "accuracy":
+        reports = _write_reports(cells, places, folder, shown.stage)
     titled = {title: figure for (_, title), figure in drawn.items()}
     text = page(name, item, list(made.values()), titled, results, reports)
     replace_file(folder / "report.html", text.encode())
@@ -106,7 +108,7 @@ def _figures(item: Item, results: Results, shown: Shown) -> dict[tuple[str, str]
 
 def _write_reports(
     cells: Sequence[SweepCell], places: Places, folder: Path, stage: str
-) -> Mapping[str, str]:
+) -> dict[str, str]:
     """One page per case with everything there is to know about its runs."""
     runs: dict[str, list[Path]] = {}
     for cell in cells:

@@ -50,7 +50,7 @@ def pending(cells: Iterable[Cell], places: Places, retry: bool = False) -> list[
 
 
 def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher) -> list[Outcome]:
-    """Run them all, `jobs` at a time, the processor's cores split among them.
+    """Run them all, `jobs` at a time, the cores split among them unless run.threads says else.
 
     Ctrl-C ends the processes; what they had written is taken up by the next call.
     """
@@ -168,7 +168,8 @@ class _Crew:
         return process.returncode or 1, _death(process.returncode)
 
     def _order(self, cell: Cell) -> str:
-        config = cell.config.with_values([("run.threads", self._threads)])
+        threads = cell.config.run.threads or self._threads
+        config = cell.config.with_values([("run.threads", threads)])
         paths = {
             "folder": self._places.run(cell),
             "lock": self._places.lock(cell),
