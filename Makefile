@@ -29,5 +29,11 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+bench: install
+	$(BIN)/python -m benchmarks
+
+bench-peers: install
+	$(BIN)/python -m benchmarks peers
+
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 
 import quiverfl as qv
-from quiverfl.methods.contract import Train
 from small import CLIENTS, REGULAR, simulate, states
 
 PAGE = Path(__file__).parents[1] / "docs" / "add-a-method.md"
 
 
 def example() -> Any:
-    """The class in the page's first block of Python, made with the names it uses."""
+    """The class in the page's first block of Python."""
     block = re.search(r"```python\n(# src.*?)```", PAGE.read_text(), re.DOTALL)
     assert block is not None
 
-    class ProxState(NamedTuple):
-        u: torch.Tensor
-        v: torch.Tensor
-        anchor_u: torch.Tensor
-        anchor_v: torch.Tensor
-
-    from dataclasses import dataclass
-
-    names: dict[str, Any] = {
-        "dataclass": dataclass,
-        "ClassVar": ClassVar,
-        "Train": Train,
-        "Point": qv.Point,
-        "ProxState": ProxState,
-        "__name__": __name__,
-    }
+    names: dict[str, Any] = {"__name__": __name__}
     exec(block.group(1), names)
     return names["DFedProx"]
 

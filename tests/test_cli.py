@@ -41,8 +41,8 @@ def here(tmp_path: Path) -> Path:
 def test_run_prints_both_stages_and_where_the_folder_is(here: Path) -> None:
     done = quiver("run", "small.toml", "--out", "out/run", cwd=here)
     assert done.returncode == 0, done.stderr
-    assert "local: accuracy" in done.stdout
-    assert "mixed: accuracy" in done.stdout
+    assert "stage local: accuracy" in done.stdout
+    assert "stage mixed: accuracy" in done.stdout
     assert "out/run" in done.stdout
     assert "round 2/2" in done.stderr  # plain lines: there is no terminal
     again = quiver("run", "small.toml", "--out", "out/run", "--json", cwd=here)
@@ -98,6 +98,9 @@ def test_compare_over_all_methods_and_seeds(here: Path) -> None:
         (["run", "small.toml", "--set", "data.name=digit"], "did you mean 'digits'"),
         (["run", "small.toml", "--set", "data.partition=dirichle"], "did you mean 'dirichlet'"),
         (["run", "small.toml", "--set", "run.device=cuda:7"], "device"),
+        (["run", "small.toml", "--set", "run.rounds=-3"], "run.rounds = -3"),
+        (["run", "small.toml", "--set", "run.threads=0"], "run.threads = 0"),
+        (["run", "small.toml", "--out", "small.toml"], "is a file"),
         (["compare", "small.toml", "--methods", "local,fedavgg"], "did you mean 'fedavg'"),
         (["compare", "small.toml", "--seeds", "one"], "whole numbers"),
         (["resume", "nowhere"], "not a run folder"),

@@ -203,6 +203,23 @@ def test_a_configuration_file_that_is_none(tmp_path: Path) -> None:
         load_config(tmp_path / "fine.toml", ["training.lrr=1"])
 
 
+def test_the_slips_of_a_first_try() -> None:
+    data, topology = tiny_data(), PUSH(CLIENTS)
+    settings: dict[str, Any] = {"training": TRAINING, "rounds": 1}
+    for arguments, words in [
+        ((TinyModel, data, qv.DFedPGP(), topology), "wrap the model"),
+        ((tiny_task(), [], qv.DFedPGP(), topology), "from_arrays"),
+        ((tiny_task(), data, qv.DFedPGP, topology), r"such as qv.DFedPGP\(\)"),
+        ((tiny_task(), data, "dfedpgp", topology), r"such as qv.DFedPGP\(\)"),
+        ((tiny_task(), data, qv.DFedPGP(), lambda t: None), "such as qv.random_push"),
+    ]:
+        task, data_, method, graph = arguments
+        with pytest.raises(qv.QuiverError, match=words):
+            qv.simulate(task, data_, method=method, topology=graph, **settings)  # type: ignore[arg-type]
+    with pytest.raises(qv.QuiverError, match=r"function that returns a fresh nn\.Module"):
+        qv.Task(model=TinyModel())
+
+
 def test_local_models_that_were_not_kept() -> None:
     run = simulate(qv.DFedPGP(shared_epochs=1), PUSH(CLIENTS), rounds=1, keep_local=False)
     with pytest.raises(qv.QuiverError, match="keep_local=True"):

@@ -102,21 +102,21 @@ class TrainingConfig(Section):
 
 
 class RunConfig(Section):
-    rounds: int = 20
-    seed: int = 0
+    rounds: int = Field(default=20, ge=0)
+    seed: int = Field(default=0, ge=0)
     common_init: bool = True
     epochs_per_client: tuple[int, ...] | None = None
     epoch_groups: tuple[int, ...] | None = None
     """Clients in as many equal groups, each with its own number of epochs."""
-    evaluate_every: int = 1
+    evaluate_every: int = Field(default=1, ge=1)
     keep_local: bool = True
     gradients: bool = False
     """Measure the gradients that DFedPGP's theorem bounds in every evaluated round."""
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
-    threads: int | None = None
+    threads: int | None = Field(default=None, ge=1)
     executor: Literal["auto", "vectorized", "sequential"] = "auto"
-    checkpoint_every: int = 10
+    checkpoint_every: int = Field(default=10, ge=1)
 
 
 RUNTIME_KEYS = ("device", "threads", "checkpoint_every", "gradients")
@@ -161,6 +161,7 @@ class Config(Section):
 
 def load_config(path: Path, values: Iterable[str] = ()) -> Config:
     """Read a TOML file; `values` are `section.key=value` texts that win over it."""
+    values = list(values)
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -171,7 +172,7 @@ def load_config(path: Path, values: Iterable[str] = ()) -> Config:
         raise QuiverError(f"{path}: not valid TOML: {error}") from error
     for text in values:
         _set(tree, *setting(text))
-    return parse(tree, str(path))
+    return parse(tree, f"{path} and --set" if values else str(path))
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import quiverfl
-from quiverfl.config import Config, parse
+from quiverfl.config import RUNTIME_KEYS, Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import Checkpoint, checkpoints, prune
 from quiverfl.engine.history import History, Metrics, Record, Recorder
@@ -70,6 +70,8 @@ class RunFolder:
 
     def open(self, config: Config, partition: Partition, topology: Topology) -> None:
         """Make the folder and write what is known before the first round."""
+        if self.path.exists() and not self.path.is_dir():
+            raise QuiverError(f"{self.path} is a file: choose another --out.")
         if not self.holds_run() and self.path.exists() and any(self.path.iterdir()):
             raise QuiverError(f"{self.path} is not empty and not a run: choose another --out.")
         try:
@@ -185,6 +187,7 @@ def _difference(first: Config, second: Config) -> str:
         f"{section}.{key}: {left[section].get(key)!r} there, {right[section].get(key)!r} here"
         for section in left
         for key in {**left[section], **right[section]}
+        if not (section == "run" and key in RUNTIME_KEYS)
         if left[section].get(key) != right[section].get(key)
     ]
     return "; ".join(keys[:3]) + ("; …" if len(keys) > 3 else "")

@@ -51,6 +51,11 @@ class Task:
     def __post_init__(self) -> None:
         if isinstance(self.personal, str):
             object.__setattr__(self, "personal", (self.personal,))
+        if isinstance(self.model, nn.Module) or not callable(self.model):
+            raise QuiverError(
+                f"Task.model is a {type(self.model).__name__}: give a function that returns a "
+                "fresh nn.Module, such as the class itself."
+            )
         _refuse_impure(self.skeleton)
         names = [name for name, _ in self.skeleton.named_parameters()]
         if not names:

@@ -53,7 +53,7 @@ class _Scores:
         with np.errstate(all="ignore"):
             values = metrics[name][~np.isnan(metrics[name])]
         if len(values):
-            self._latest[stage] = f"{stage} {name} {values.mean():.4f}"
+            self._latest[stage] = f"{name} {values.mean():.4f} ({stage})"
 
     def __str__(self) -> str:
         return ", ".join(self._latest.values())

@@ -55,7 +55,11 @@ def resume(
     """Go on with an interrupted run; the numbers are those of an uninterrupted one."""
     from quiverfl.folder import RunFolder
 
-    _finish(RunFolder(folder).config(), folder, quiet, json_)
+    existing = RunFolder(folder)
+    settings = existing.config()
+    if existing.finished() and not (quiet or json_):
+        Console(stderr=True).print(f"{folder} is finished already: nothing to resume.")
+    _finish(settings, folder, quiet, json_)
 
 
 def compare(
@@ -127,8 +131,8 @@ def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
     for stage, reports in summary["stages"].items():
         last = reports["last"]
         console.print(
-            f"{stage:>6}: {summary['metric']} {last['mean']:.4f} ± {last['std']:.4f} over clients, "
-            f"worst 10 % {last['worst10']:.4f} (last round)"
+            f"stage {stage}: {summary['metric']} {last['mean']:.4f} ± {last['std']:.4f} over "
+            f"clients, worst 10 % {last['worst10']:.4f} (last round)"
         )
     console.print(f"run folder: [bold]{folder}[/bold]", soft_wrap=True)
 

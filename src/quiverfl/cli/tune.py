@@ -44,7 +44,7 @@ def tune(
     quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="All tries as JSON.")] = False,
 ) -> None:
-    """Run every try, and print the best of each method as [overrides] for a configuration.
+    """Run every try, and print the best of each method as overrides for a configuration.
 
     Tries are judged by the last evaluated round, on samples set aside from the training data;
     over several cases by their mean.

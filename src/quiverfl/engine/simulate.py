@@ -197,6 +197,7 @@ def check(
     device: torch.device | str = "cpu",
 ) -> None:
     """Refuse what cannot work together before anything is computed or written."""
+    _check_kinds(task, data, method, topology)
     epochs = epochs_per_client
     if topology.clients != data.clients:
         raise QuiverError(
@@ -212,6 +213,26 @@ def check(
     checked(method, topology(0))
     _check_device(device)
     _check_outputs(task, data)
+
+
+def _check_kinds(task: object, data: object, method: object, topology: object) -> None:
+    """The slips of a first try: a model for a task, a class or a name for a method."""
+    if not isinstance(task, Task):
+        raise QuiverError(
+            f"task is a {type(task).__name__}: wrap the model, qv.Task(model=make_model, "
+            "personal=('head',))."
+        )
+    if not isinstance(data, FederatedData):
+        raise QuiverError(
+            f"data is a {type(data).__name__}: make it with qv.FederatedData.from_arrays."
+        )
+    if isinstance(method, type | str):
+        raise QuiverError(f"method is {method!r}: give a method object, such as qv.DFedPGP().")
+    if not isinstance(topology, Topology):
+        raise QuiverError(
+            f"topology is a {type(topology).__name__}: give a topology, such as "
+            "qv.random_push(clients=20, neighbors=5, seed=0), or wrap your own in qv.custom."
+        )
 
 
 def _check_numbers(rounds: int, executor: str, evaluate_every: int) -> None:

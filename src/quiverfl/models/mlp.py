@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from quiverfl.errors import QuiverError
+
 
 class MLP(nn.Module):
     """Linear and ReLU for each width in `hidden`, then the classifier; inputs are flattened."""
@@ -16,6 +18,11 @@ class MLP(nn.Module):
         self, input_shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (128, 64)
     ) -> None:
         super().__init__()
+        if not hidden or min(hidden) < 1:
+            raise QuiverError(
+                f"model.hidden = {list(hidden)}: give the width of at least one hidden layer, "
+                "each 1 or more; without a body there would be nothing to share."
+            )
         widths = [math.prod(input_shape), *hidden]
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):

@@ -142,9 +142,10 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def seeds_of(groups: Sequence[Group]) -> str:
-    """`2 seeds`, or the range where methods differ in that."""
+def seed_words(groups: Sequence[Group]) -> str:
+    """How many seeds, or the range where methods differ in that, and what ± is then."""
     counts = sorted({len(group.runs) for group in groups})
     if counts == [1]:
-        return "1 seed"
-    return f"{'–'.join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))} seeds"
+        return "1 seed."
+    several = "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    return f"{several} seeds; ± is the standard deviation over seeds."

@@ -17,7 +17,7 @@ from quiverfl.reproduce.scores import (
     accuracy_frame,
     difference_frame,
     equal_steps_frame,
-    seeds_of,
+    seed_words,
     target_frame,
 )
 from quiverfl.reproduce.words import setting_words
@@ -104,7 +104,7 @@ def target_table(item: Item, results: Results, stage: str) -> Table:
         "Speed-ups are over the slowest method that did.",
         _target_words(frame),
         "A server round trains only the clients it samples.",
-        f"{seeds_of(results.all_groups())}.",
+        seed_words(results.all_groups()),
         setting_words(results),
         *results.missing,
     ]
@@ -126,7 +126,7 @@ def equal_steps_table(item: Item, results: Results, stages: Sequence[str]) -> Ta
         "(mini-batches of all clients together), at the last evaluation before that; "
         "the budget is what the method with the fewest steps made in all its rounds. "
         "Learning rates follow the rounds, so a method cut short has not decayed its own.",
-        f"{seeds_of(results.all_groups())}; ± is the standard deviation over seeds.",
+        seed_words(results.all_groups()),
     ]
     title = f"{item.title}, at equal local steps, in %"
     return _table(title, item, results.methods(), blocks, caption)
@@ -147,10 +147,9 @@ def difference_table(
                 blocks.append(Block(case.label, stage, _column(rows, _difference)))
     caption = [
         f"A method's mean test {METRIC} over clients minus {display(REFERENCE)}'s, "
-        f"{REPORT_WORDS[report]}, taken within each seed, then averaged; ± is the standard "
-        "deviation of these differences. Positive: ahead of it. The CSV file has Student's 95 % "
-        "intervals.",
-        f"{seeds_of(results.all_groups())}.",
+        f"{REPORT_WORDS[report]}, taken within each seed, then averaged. Positive: ahead "
+        "of it. The CSV file has Student's 95 % intervals.",
+        seed_words(results.all_groups()),
     ]
     title = f"{item.title}: against {display(REFERENCE)}, paired by seed, in points"
     methods = [method for method in results.methods() if method != REFERENCE]
@@ -185,7 +184,7 @@ def _accuracy_caption(
 ) -> str:
     parts = [
         describe(stages, report, "uniform", tested(results.one_each()), METRIC),
-        f"{seeds_of(results.all_groups())}; ± is the standard deviation over seeds.",
+        seed_words(results.all_groups()),
         PAPER_WORDS if printed else "",
         "Best means are bold.",
         item.note,
