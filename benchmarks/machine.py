@@ -21,7 +21,7 @@ def describe() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "memory": _memory(),
-        "system": platform.system() + " " + platform.release(),
+        "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,

@@ -1,7 +1,7 @@
 """The naive loop: how published code does it. One module, loader and optimizer per client.
 
 Frozen parts are frozen with `requires_grad`, models are exchanged as deep copies of state dicts
-and averaged key by key.
+and averaged key by key. The CNN pools after its ReLU, as it is usually written.
 """
 
 from __future__ import annotations
@@ -13,16 +13,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.works import BATCH, TRAINING, Work
+from benchmarks.works import BATCH, CLASSES, TRAINING, Work
 
 Weights = dict[str, Tensor]
+
+
+class UsualCNN(nn.Module):
+    """FedAvg's CNN layer by layer as tutorials and published code write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(1600, 512), nn.ReLU()),
+        )
+        self.head = nn.Linear(512, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+USUAL = {"B": UsualCNN, "F": UsualCNN}
+"""Models that are usually written otherwise than in the product."""
 
 
 class Naive:
     def __init__(self, work: Work) -> None:
         data = work.data()
         self._work = work
-        self._models = [work.model() for _ in range(work.clients)]
+        model = USUAL.get(work.name, work.model)
+        self._models = [model() for _ in range(work.clients)]
         self._sets = [TensorDataset(*data.train.of(client)) for client in range(work.clients)]
         self._mass = [1.0] * work.clients
         self._topology = work.topology()

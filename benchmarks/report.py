@@ -16,26 +16,28 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 COLORS = {"pass": "green", "short": "red", "skipped": "yellow", "–": "dim"}
 
 
-def write(path: Path, figures: Iterable[Figure], about: dict[str, Any]) -> list[Figure]:
+def write(path: Path, figures: Iterable[Figure], about: dict[str, Any]) -> None:
     """Put the figures into the file; those of an earlier run that were not measured now stay.
 
     Every figure keeps the description of the run it was measured in.
     """
-    before = {figure["work"] + ": " + figure["name"]: figure for figure in _read(path)}
-    for figure in figures:
-        before[figure.key] = {**figure.record(), "run": about}
-    records = sorted(before.values(), key=lambda record: _order(record["work"]))
+    records = {_figure(record).key: record for record in _read(path)}
+    records.update({figure.key: {**figure.record(), "run": about} for figure in figures})
+    ordered = sorted(records.values(), key=lambda record: _order(record["work"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"figures": records}, indent=1, ensure_ascii=False) + "\n")
-    return [_figure(record) for record in records]
+    path.write_text(json.dumps({"figures": ordered}, indent=1, ensure_ascii=False) + "\n")
 
 
-def show(figures: Iterable[Figure]) -> None:
+def show(path: Path, about: dict[str, Any]) -> None:
+    """The table of everything in the file; figures of other runs say so."""
     table = Table("work", "figure", "measured", "target", "", box=None, pad_edge=False)
-    for figure in figures:
+    for record in _read(path):
+        figure = _figure(record)
         color = COLORS[figure.verdict]
         verdict = f"[{color}]{figure.verdict}[/{color}]"
-        name = figure.name + (f" [dim]({figure.note})[/dim]" if figure.note else "")
+        notes = [figure.note] if figure.note else []
+        notes += [f"an earlier run, {record['run']['date']}"] if record["run"] != about else []
+        name = figure.name + (f" [dim]({'; '.join(notes)})[/dim]" if notes else "")
         table.add_row(figure.work, name, _value(figure), _target(figure), verdict)
     Console().print(table)
 
