@@ -100,7 +100,7 @@ def test_the_small_scale_is_the_one_that_is_promised() -> None:
         (cell.config.data.clients or 0) * (cell.config.data.samples_per_client or 0)
         for cell in cells("fig3b", "small")
     }
-    assert images == {5000}
+    assert images == {3200}
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])
