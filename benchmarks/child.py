@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,46 @@ def measure(module: str, *arguments: object, threads: int) -> dict[str, Any]:
         raise ChildFailed(f"{module} {' '.join(map(str, arguments))}: {words}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
+
+
+class Worker:
+    """A contestant in a process of its own: a line to it is a call, its answer the seconds."""
+
+    def __init__(self, module: str, *arguments: object, threads: int) -> None:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(threads),
+        )
+
+    def __call__(self) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise ChildFailed(f"{self._process.args}: exit code {self._process.wait()}")
+        return float(answer)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Without lines it ends by itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve(work: Callable[[], object], clock: Callable[[], float]) -> None:
+    """The worker's side."""
+    for _ in sys.stdin:
+        begin = clock()
+        work()
+        print(clock() - begin, flush=True)
 
 
 def environment(threads: int) -> dict[str, str]:

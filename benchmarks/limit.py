@@ -1,9 +1,9 @@
 """The limit: the bare arithmetic of a round's samples on one model, without anything federated.
 
 No optimizer, no batch order, no averaging, no second model. Batches are cut and laid out before the
-clock starts. `phases` differentiates what the phases of the method differentiate: the head on the
-frozen body's features, then the body under the frozen head. `whole` differentiates the whole model
-in every epoch, which is more arithmetic than the product does.
+clock starts. What is differentiated is what the phases of the method differentiate: the head on
+the frozen body's features, then the body under the frozen head. The whole model in every epoch
+would be half as much again.
 """
 
 from __future__ import annotations
@@ -42,17 +42,6 @@ def phases(work: Work, form: str, batch: int = BATCH) -> Run:
         head.requires_grad_(False)
         for _ in range(work.shared_epochs):
             _differentiate(model, batches, list(body.parameters()))
-
-    return run
-
-
-def whole(work: Work, form: str, batch: int = BATCH) -> Run:
-    """Bare forward and backward of the whole model on the same samples."""
-    model, batches = _laid_out(work, form, batch)
-
-    def run() -> None:
-        for _ in range(work.personal_epochs + work.shared_epochs):
-            _differentiate(model, batches, list(model.parameters()))
 
     return run
 

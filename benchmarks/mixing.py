@@ -12,6 +12,7 @@ from benchmarks.child import ChildFailed, measure, peak
 from benchmarks.clock import CLOCKS, Kind, interleaved
 from benchmarks.figures import Figure, ratio
 from benchmarks.machine import available
+from quiverfl import keep_freed_memory
 from quiverfl.engine.mixing import mix
 from quiverfl.topologies import random_push
 
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("repeats", type=int)
     parser.add_argument("kind", choices=list(CLOCKS))
     wanted = parser.parse_args()
+    keep_freed_memory()
     graph = random_push(wanted.clients, NEIGHBORS)(0)
     mix(graph, torch.ones(wanted.clients, 8))  # what a first product loads is not its memory
     leaf = torch.empty(wanted.clients, wanted.parameters).uniform_(-1, 1)

@@ -1,19 +1,24 @@
 """The naive loop: how published code does it. One module, loader and optimizer per client.
 
 Frozen parts are frozen with `requires_grad`, models are exchanged as deep copies of state dicts
-and averaged key by key. The CNN pools after its ReLU, as it is usually written.
+and averaged key by key. The CNN pools after its ReLU, as it is usually written. It has a process of
+its own: what the product does to a process, such as how it treats freed memory, is not the field's.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.works import BATCH, CLASSES, TRAINING, Work
+from benchmarks.child import Worker, serve
+from benchmarks.clock import CLOCKS, Kind
+from benchmarks.works import BATCH, CLASSES, TRAINING, WORKS, Work
 
 Weights = dict[str, Tensor]
 
@@ -91,3 +96,20 @@ class Naive:
                     / self._mass[receiver]
                 )
             model.load_state_dict(new)
+
+
+def worker(work: Work, kind: Kind, threads: int) -> Worker:
+    return Worker("benchmarks.naive", work.name, work.clients, kind, threads=threads)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", choices=list(WORKS))
+    parser.add_argument("clients", type=int)
+    parser.add_argument("kind", choices=list(CLOCKS))
+    wanted = parser.parse_args()
+    serve(Naive(replace(WORKS[wanted.work], clients=wanted.clients)).round, CLOCKS[wanted.kind])
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.product import Product
 from benchmarks.works import WORKS, Work, smaller
+from quiverfl import keep_freed_memory
 
 LINES = 25
 
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="default: runs/bench/profile-….txt")
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
+    keep_freed_memory()
     work = smaller(WORKS[wanted.work]) if wanted.quick else WORKS[wanted.work]
     text = summary(work, wanted.evaluate)
     out = wanted.out or Path(f"runs/bench/profile-{wanted.work}.txt")

@@ -12,7 +12,7 @@ from benchmarks.clock import Kind, interleaved
 from benchmarks.figures import Figure
 from benchmarks.product import Product
 from benchmarks.works import TRAINING, A, Work
-from quiverfl import simulate
+from quiverfl import keep_freed_memory, simulate
 
 SAMPLES = 50
 CLIENTS = (10, 100, 1_000, 10_000)
@@ -83,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("clients", type=int)
     clients = parser.parse_args().clients
+    keep_freed_memory()
     _play(work(2))  # what the first round loads is there whatever the number of clients
     before = peak()
     needed = _play(work(clients))

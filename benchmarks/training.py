@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks import limit
+from benchmarks import limit, naive
 from benchmarks.clock import Kind, Seconds, interleaved
 from benchmarks.figures import Bound, Figure, ratio
-from benchmarks.naive import Naive
 from benchmarks.product import Product
 from benchmarks.works import BATCH, Work
 
@@ -18,30 +17,25 @@ TOGETHER = 25 * BATCH
 """A batch as large as what the product computes at once where models are dense."""
 
 
-def figures(work: Work, repeats: int, kind: Kind) -> list[Figure]:
+def figures(work: Work, repeats: int, kind: Kind, threads: int) -> list[Figure]:
     """Everything about one work."""
     product = Product(work)
-    contestants: dict[str, Callable[[], object]] = {
-        "ours": product.round,
-        "naive": Naive(work).round,
-    }
-    for form in limit.forms(work) if work.name in LIMIT_TARGETS else ():
-        contestants[f"limit {form}"] = limit.phases(work, form)
-        contestants[f"whole {form}"] = limit.whole(work, form)
-    if work.name == "A":
-        contestants["together"] = limit.phases(work, "contiguous", TOGETHER)
-    seconds = interleaved(contestants, repeats, kind)
+    bounded = work.name in LIMIT_TARGETS
+    with naive.worker(work, kind, threads) as loop:
+        contestants: dict[str, Callable[[], object]] = {"ours": product.round, "naive": loop}
+        for form in limit.forms(work) if bounded else ():
+            contestants[f"limit {form}"] = limit.phases(work, form)
+        if work.name == "A":
+            contestants["together"] = limit.phases(work, "contiguous", TOGETHER)
+        seconds = interleaved(contestants, repeats, kind)
     found = [_figure(work, "naive / ours", seconds, "naive", "ours", "≥", NAIVE_TARGETS)]
-    if work.name in LIMIT_TARGETS:
+    if bounded:
         best = _fastest(seconds, "limit")
         found.append(_figure(work, "ours / limit", seconds, "ours", best, "≤", LIMIT_TARGETS))
-        every = _fastest(seconds, "whole")
-        name = "ours / forward and backward of everything"
-        found.append(_figure(work, name, seconds, "ours", every))
     if work.name == "A":
         name = f"ours / limit at batch {TOGETHER}"
         found.append(_figure(work, name, seconds, "ours", "together"))
-    if work.name in LIMIT_TARGETS:
+    if bounded:
         found.append(_evaluation(work, product, repeats, kind))
     return found
 

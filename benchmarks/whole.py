@@ -17,7 +17,7 @@ from benchmarks.child import environment
 from benchmarks.figures import Figure
 from benchmarks.works import TRAINING, A
 
-ROUNDS, QUICK_ROUNDS = 100, 12
+ROUNDS, QUICK_ROUNDS = 60, 12
 TARGET = 1.15
 
 CONFIGURATION = f"""

@@ -12,7 +12,7 @@ import quiverfl
 ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
-    {"errors"},
+    {"errors", "memory"},
     {"seeds", "trees", "training", "loading"},
     {"task", "models"},
     {"methods", "topologies", "data"},

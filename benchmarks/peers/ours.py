@@ -5,11 +5,12 @@ from __future__ import annotations
 from work import CLASSES, OPTIMIZER, WORKS, arguments, report
 
 import quiverfl
-from quiverfl import FedAvg, FederatedData, Task, Training, simulate, star
+from quiverfl import FedAvg, FederatedData, Task, Training, keep_freed_memory, simulate, star
 
 
 def main() -> None:
     wanted = arguments()
+    keep_freed_memory()  # as the command `quiver` does
     work = WORKS[wanted.work]
     clients = wanted.clients or work.clients
     pairs = [work.data(client) for client in range(clients)]

@@ -4,6 +4,7 @@ from quiverfl.data.batches import batch_order
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.simulate import ClientState, Run, simulate
 from quiverfl.errors import Diverged, QuiverError
+from quiverfl.memory import keep_freed_memory
 from quiverfl.methods import (
     METHODS,
     OSGP,
@@ -81,6 +82,7 @@ __all__ = [
     "full",
     "grid",
     "isolated",
+    "keep_freed_memory",
     "one_peer_exponential",
     "participating",
     "random_pull",

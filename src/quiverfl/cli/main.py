@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from quiverfl.cli import data, peer, report, reproduce, run, sweep, theory, topology, tune
 from quiverfl.errors import Diverged, QuiverError
+from quiverfl.memory import keep_freed_memory
 
 app = typer.Typer(
     help="Decentralized personalized federated learning over directed graphs.",
@@ -36,6 +37,7 @@ app.add_typer(data.partition_app, name="partition")
 def main() -> None:
     """Exit codes: 0 done, 1 interrupted, 2 something to mend, 3 training diverged."""
     errors = Console(stderr=True, highlight=False)
+    keep_freed_memory()
     try:
         app()
     except Diverged as error:

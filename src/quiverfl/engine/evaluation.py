@@ -33,13 +33,13 @@ def evaluate(
         here = np.flatnonzero(sizes > begin)
         width = int(min(sizes[here].max() - begin, SLAB))
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
-        inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None])
+        inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
         x, y = examples.gather(rows[here], samples)
         some = point if len(here) == len(rows) else Point(*(part[here] for part in point))
         outputs = executor.outputs(program, some, x).flatten(0, 1)
         for name, function in functions.items():
             values = function(outputs, y.flatten(0, 1)).view(inside.shape).double().cpu()
-            sums[name][here] += (values * inside).sum(dim=1)
+            sums[name][here] += torch.linalg.vecdot(values, inside)
     with np.errstate(invalid="ignore"):
         return {
             name: total.numpy() / np.where(sizes, sizes, np.nan) for name, total in sums.items()

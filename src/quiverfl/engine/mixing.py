@@ -16,8 +16,9 @@ from torch.nn.functional import embedding_bag
 from quiverfl.topologies.graph import DENSE_LIMIT, Graph
 
 CHUNK_BYTES = 1_000_000
-NARROWEST = 48
-"""Columns; with many clients a chunk that fits the cache would be too narrow to read quickly."""
+NARROWEST = 64
+"""Columns, a multiple of a cache line as every width is; with many clients a chunk that fits the
+cache would be too narrow to read quickly."""
 DENSE_SHARE = 0.25
 """Above this share of non-zero weights the dense product is faster."""
 
@@ -35,27 +36,30 @@ def mix(graph: Graph, leaf: Tensor) -> Tensor:
         row = torch.from_numpy(weights).to(dtype=leaf.dtype, device=leaf.device) @ sent
         return row.view(leaf.shape[1:]).expand(graph.clients, *leaf.shape[1:])
     product = _product(graph, leaf)
-    width = max(NARROWEST, CHUNK_BYTES // (leaf.element_size() * len(leaf)))
+    width = CHUNK_BYTES // (leaf.element_size() * len(leaf))
+    width = max(NARROWEST, width - width % NARROWEST)
+    rows = leaf.new_empty(len(leaf), width)  # one buffer for all chunks stays in the cache
     for begin in range(0, flat.shape[1], width):
         columns = flat[:, begin : begin + width]
-        columns.copy_(product(columns))
+        if columns.shape[1] < width:
+            rows = leaf.new_empty(columns.shape)
+        columns.copy_(product(rows.copy_(columns)))
     return leaf
 
 
 def _product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:
-    """Columns [clients, width] → P · columns."""
+    """Rows [clients, width] → P · rows."""
     if graph.clients <= DENSE_LIMIT and graph.links > DENSE_SHARE * graph.clients**2:
         dense = torch.from_numpy(graph.weights).to(dtype=leaf.dtype, device=leaf.device)
-        return lambda columns: dense @ columns
+        return lambda rows: dense @ rows
     csr = graph.sparse
     senders, starts = (
-        torch.from_numpy(part.astype("int64")).to(leaf.device)
+        torch.from_numpy(part.astype("int32")).to(leaf.device)
         for part in (csr.indices, csr.indptr[:-1])
     )
     weights = torch.from_numpy(csr.data).to(dtype=leaf.dtype, device=leaf.device)
 
-    def sums(columns: Tensor) -> Tensor:
-        rows = columns.contiguous()
+    def sums(rows: Tensor) -> Tensor:
         return embedding_bag(senders, rows, starts, mode="sum", per_sample_weights=weights)
 
     return sums

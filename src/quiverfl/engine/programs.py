@@ -9,8 +9,9 @@ nothing above them can tell which one is at work.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -54,6 +55,20 @@ class Program:
     def named(self, point: Point) -> dict[str, Tensor]:
         return {**self.shared.split(point.shared), **self.personal.split(point.personal)}
 
+    @cached_property
+    def places(self) -> tuple[tuple[nn.Module, str, str], ...]:
+        """Where the module keeps its parameters: owner, attribute, name (one for tied ones)."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        every = list(self.module.named_parameters(remove_duplicate=False))
+        return tuple(
+            (
+                self.module.get_submodule(name.rpartition(".")[0]),
+                name.rpartition(".")[2],
+                names[id(p)],
+            )
+            for name, p in every
+        )
+
     def trained(self, part: Part) -> tuple[str, ...]:
         shared = self.shared.names if part != "personal" else ()
         personal = self.personal.names if part != "shared" else ()
@@ -61,10 +76,12 @@ class Program:
 
 
 class Executor(Protocol):
-    """How the clients of a chunk are computed together."""
+    """How the clients of a chunk are computed together: so many to train, so many to evaluate."""
 
     @property
     def chunk(self) -> int: ...
+    @property
+    def evaluated(self) -> int: ...
     def outputs(self, program: Program, point: Point, x: Tensor) -> Tensor:
         """Outputs [k, n, …] of k stacked models on inputs [k, n, …]."""
 
@@ -80,6 +97,7 @@ class Vectorized:
     """All clients of a chunk at once."""
 
     chunk: int = 25
+    evaluated: int = 100
 
     def outputs(self, program: Program, point: Point, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -121,11 +139,13 @@ class Sequential:
     """One client after the other on one module whose parameters are views of the client's row."""
 
     chunk: int = 1
+    evaluated: int = 1
+    image_format: torch.memory_format = torch.channels_last
 
     def outputs(self, program: Program, point: Point, x: Tensor) -> Tensor:
-        _bind_module(program.module, program.named(Point(*(part[0] for part in point))), ())
+        _bind(program, program.named(Point(*(part[0] for part in point))), ())
         with torch.no_grad():
-            outputs: Tensor = program.module(_channels_last(x[0]))
+            outputs: Tensor = program.module(self._laid_out(x[0]))
         return outputs.unsqueeze(0)
 
     def features(self, program: Program, head: str, point: Point, x: Tensor) -> Tensor | None:
@@ -140,13 +160,16 @@ class Sequential:
 
     def bind(self, program: Program, point: Point, part: Part) -> Gradient:
         named = program.named(Point(*(part[0] for part in point)))
-        leaves = _bind_module(program.module, named, program.trained(part))
+        leaves = _bind(program, named, program.trained(part))
 
         def gradient(k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
-            outputs = program.module(_channels_last(x[0])).unsqueeze(0)
+            outputs = program.module(self._laid_out(x[0])).unsqueeze(0)
             return _flat_gradient(_total_loss(program.loss, outputs, y, weights), leaves, 1)
 
         return gradient
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=self.image_format) if x.ndim == 4 else x
 
 
 def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
@@ -154,7 +177,11 @@ def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
     convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in task.skeleton.modules())
     if name == "auto":
         name = "sequential" if convolutional and device.type == "cpu" else "vectorized"
-    return Sequential() if name == "sequential" else Vectorized()
+    if name == "vectorized":
+        return Vectorized()
+    # Convolutions are faster with channels last; PyTorch's GroupNorm is three times slower there.
+    normed = any(isinstance(module, nn.GroupNorm) for module in task.skeleton.modules())
+    return Sequential(image_format=torch.contiguous_format if normed else torch.channels_last)
 
 
 def _stacked(module: nn.Module, named: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -175,26 +202,13 @@ def _flat_gradient(loss: Tensor, leaves: list[Tensor], k: int) -> Tensor:
     return torch.cat([gradient.reshape(k, -1) for gradient in gradients], dim=1)
 
 
-def _bind_module(
-    module: nn.Module, named: dict[str, Tensor], trained: Iterable[str]
-) -> list[Tensor]:
+def _bind(program: Program, named: dict[str, Tensor], trained: tuple[str, ...]) -> list[Tensor]:
     """Make the module's parameters views of these tensors; the trained ones want a gradient."""
     wanted = set(trained)
-    bound: dict[int, nn.Parameter] = {}
-    leaves = []
-    for name, old in list(module.named_parameters(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        if id(old) not in bound:
-            bound[id(old)] = nn.Parameter(named[name], requires_grad=name in wanted)
-            if name in wanted:
-                leaves.append((name, bound[id(old)]))
-        module.get_submodule(owner)._parameters[leaf] = bound[id(old)]
-    order = {name: position for position, name in enumerate(trained)}
-    return [leaf for _, leaf in sorted(leaves, key=lambda pair: order[pair[0]])]
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+    bound = {n: nn.Parameter(tensor, requires_grad=n in wanted) for n, tensor in named.items()}
+    for owner, leaf, name in program.places:
+        owner._parameters[leaf] = bound[name]
+    return [bound[name] for name in trained]
 
 
 class _Captured:

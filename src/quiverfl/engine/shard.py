@@ -94,11 +94,12 @@ class Shard:
                 leaf[row] = value
         return kind(*(stacked or ()))
 
-    def groups(self, rows: Integers) -> Iterator[Group]:
+    def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
         """Rows in chunks; clients of like size together, so that none waits for another."""
         order = rows[np.argsort(-self.trainer.examples.sizes[rows], kind="stable")]
-        for begin in range(0, len(order), self._executor.chunk):
-            chunk = order[begin : begin + self._executor.chunk]
+        width = width or self._executor.chunk
+        for begin in range(0, len(order), width):
+            chunk = order[begin : begin + width]
             yield Group(chunk, self.ids[chunk])
 
     def rows(self, rows: Integers) -> State:
@@ -201,7 +202,7 @@ class Shard:
         known = self.local_metrics if stage == "local" else {}
         fresh = np.array([row for row in everyone if int(row) not in known], dtype=np.int64)
         found: Metrics = {}
-        for group in self.groups(fresh):
+        for group in self.groups(fresh, self._executor.evaluated):
             point = self._adapted(self._stage(group.rows, stage), group)
             metrics = evaluate(
                 self._task, self.trainer.program, self._executor, self._test, point, group.rows

@@ -13,7 +13,15 @@ from quiverfl.peer.manifest import Leaves, finite, norm, total
 from quiverfl.peer.store import Trace
 from quiverfl.peer.tally import Log, Tally
 from quiverfl.peer.terms import Limits, Terms
-from quiverfl.peer.wire import Announcement, Assembly, Reply, WireError, Word, decode
+from quiverfl.peer.wire import (
+    Announcement,
+    Assembly,
+    Reply,
+    WireError,
+    Word,
+    data_bytes,
+    decode,
+)
 
 Answer = Callable[[Reply], Awaitable[None]]
 
@@ -120,9 +128,7 @@ class Reception:
         async with self._bodies:
             await answer(Reply(word="proceed"))
             assembly = Assembly(self._terms.manifest.nbytes, transfer.digest)
-            while not assembly.complete:
-                # Checksums of a large share would hold up everybody else on the event loop.
-                await asyncio.to_thread(assembly.add, await self._next(frames))
+            await self._fill(assembly, frames)
             message = self._terms.manifest.unpack(assembly.payload())
         own = self._books.memory.message
         reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
@@ -139,6 +145,24 @@ class Reception:
         self.heard[transfer.sender] = transfer.round
         self.changed.set()
         return Verdict.STAGED
+
+    async def _fill(self, assembly: Assembly, frames: AsyncIterator[bytes]) -> None:
+        """Read a chunk while the one before it is checked.
+
+        In a thread: checksums of a large share would hold up everybody else on the event loop.
+        """
+        left = self._terms.manifest.nbytes
+        reading = asyncio.ensure_future(self._next(frames))
+        try:
+            while not assembly.complete:
+                frame = await reading
+                left -= data_bytes(frame)
+                if left > 0:
+                    reading = asyncio.ensure_future(self._next(frames))
+                await asyncio.to_thread(assembly.add, frame)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     def _examine(self, transfer: Transfer, message: Leaves, own: Leaves) -> tuple[str, float]:
         """(why this content is refused, or nothing; the sum of its numbers)."""

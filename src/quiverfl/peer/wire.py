@@ -144,6 +144,11 @@ def frames(payload: bytes) -> Iterator[bytes]:
         yield _HEADER.pack(start, zlib.crc32(data)) + data
 
 
+def data_bytes(frame: bytes) -> int:
+    """Of the payload in a chunk; a chunk without any is refused when it is added."""
+    return max(0, len(frame) - _HEADER.size)
+
+
 class Assembly:
     """A payload as it comes in: exactly the announced bytes, in order, each chunk checked."""
 

@@ -26,6 +26,7 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.engine.history import Metrics, Record
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.experiment import load_data, run_in_folder
+from quiverfl.memory import keep_freed_memory
 
 Order = dict[str, Any]
 """config, and the paths folder, lock and log."""
@@ -35,6 +36,7 @@ DIVERGED, REFUSED, BROKEN = 3, 2, 1
 
 
 def main() -> None:
+    keep_freed_memory()
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is for the log
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
