@@ -8,14 +8,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from quiverfl.cli.peer import app
-from quiverfl.cli.peer_setup import assemble
+from quiverfl.cli.peer_setup import assemble, build_learner
+from quiverfl.config import load_config
+from quiverfl.data.dataset import Dataset
+from quiverfl.data.sources.own_arrays import from_arrays
 from quiverfl.errors import QuiverError
 from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.roster import Roster
@@ -52,7 +57,7 @@ def quiver(*words: object, code: int = 0) -> str:
     return result.output
 
 
-def prepare(root: Path, rounds: int = 3) -> list[Path]:
+def prepare(root: Path, rounds: int = 3, own: Sequence[Sequence[object]] = ((), ())) -> list[Path]:
     ports = free_ports(2)
     members = [f"ward-{n}=127.0.0.1:{port}" for n, port in enumerate(ports)]
     quiver(
@@ -63,7 +68,8 @@ def prepare(root: Path, rounds: int = 3) -> list[Path]:
     for number in range(2):
         folder = root / f"ward-{number}"
         keys, roster = root / "ca" / folder.name, root / "ca" / "roster.toml"
-        quiver("init", folder, "--config", root / "run.toml", "--keys", keys, "--roster", roster)
+        common = ("--config", root / "run.toml", "--keys", keys, "--roster", roster)
+        quiver("init", folder, *common, *own[number])
         folders.append(folder)
     return folders
 
@@ -100,6 +106,42 @@ def test_two_wards_from_certificates_to_export(tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     assert "load_state_dict" in quiver("export", folders[1], "--out", out)
     assert {name.split(".")[0] for name in load_file(out)} >= {"head"}
+
+
+def own_rows() -> Dataset:
+    """A source of one's own: three classes where the run has ten."""
+    chance = np.random.default_rng(5)
+    x, y = chance.normal(size=(60, 64)).astype("float32"), chance.integers(3, size=60)
+    return from_arrays("own", "own_rows", (x[:50], y[:50]), (x[50:], y[50:]), None, 10)
+
+
+def test_peers_bring_their_own_data(tmp_path: Path) -> None:
+    """One from a file, one from a function; the run's data set is not read."""
+    chance = np.random.default_rng(4)
+    rows = {"x": chance.normal(size=(40, 64)).astype("float32"), "y": np.arange(40) % 10}
+    np.savez(tmp_path / "rows.npz", **rows)
+    folders = prepare(
+        tmp_path,
+        rounds=2,
+        own=(
+            ("--data", "npz", "--data-path", tmp_path / "rows.npz"),
+            ("--data", "tests.peer.test_commands:own_rows"),
+        ),
+    )
+
+    async def scenario() -> list[int]:
+        nodes = [await assemble(PeerFolder.read(folder)) for folder in folders]
+        sizes = [int(node.learner._shard.trainer.examples.sizes[0]) for node in nodes]
+        await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
+        for node in nodes:
+            node.store.close()
+        return sizes
+
+    assert asyncio.run(scenario()) == [30, 50]
+    assert json.loads(quiver("audit", *folders, "--json"))["passed"]
+    (tmp_path / "rows.npz").write_bytes(b"PK nothing")
+    with pytest.raises(QuiverError, match=r"rows\.npz is not a readable"):
+        build_learner(PeerFolder.read(folders[0]))
 
 
 def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
@@ -161,3 +203,43 @@ def test_the_command_line_loads_no_grpc_until_asked() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_peer_pushes_again_within_five_seconds(tmp_path: Path) -> None:
+    """A whole process: Python, torch, the data, the store. On a machine with a core to spare."""
+    folders = prepare(tmp_path, rounds=100_000)
+    processes = [start(folder) for folder in folders]
+    try:
+        _sent(folders[0], 60.0)
+        processes[0].kill()
+        processes[0].wait()
+        began = time.monotonic()
+        processes[0] = start(folders[0])
+        _sent(folders[0], 60.0)
+        seconds = time.monotonic() - began
+    finally:
+        for process in processes:
+            process.kill()
+    print(f"first push after {seconds:.1f} s")
+    assert seconds < 5.0
+
+
+def _sent(folder: Path, seconds: float) -> None:
+    """Wait until the process that runs now has sent something."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            status = json.loads(quiver("status", folder, "--json"))
+        except QuiverError:
+            status = {}
+        if status.get("counts", {}).get("sent_bytes", 0):
+            return
+        time.sleep(0.05)
+    pytest.fail((folder / "log").read_text()[-2000:])
+
+
+def test_the_run_can_be_simulated_first(tmp_path: Path) -> None:
+    """One file for the run: `quiver run` reads it too, and leaves [peers] to the peers."""
+    (tmp_path / "run.toml").write_text(RUN.format(rounds=1))
+    assert load_config(tmp_path / "run.toml").data.clients == 2

@@ -218,6 +218,30 @@ def test_clocks_and_expiry(tmp_path: Path) -> None:
         Identity.read(folders[0])
 
 
+def test_an_hour_between_clocks_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys made by a clock that is an hour ahead of those that check them, TLS included."""
+    usual = identity.SLACK
+    monkeypatch.setattr(identity, "SLACK", usual - datetime.timedelta(hours=1))
+    folders = make_folders(tmp_path, 2)
+    monkeypatch.setattr(identity, "SLACK", usual + datetime.timedelta(hours=1))  # and one behind
+    identity.issue(tmp_path / "authority", "late", tmp_path / "late")
+
+    async def scenario() -> None:
+        options = Options(size=50, rounds=3, neighbours=1, mode="sync", linger=5.0)
+        nodes = [build(folder, options) for folder in folders]
+        await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 30)
+        for node in nodes:
+            node.store.close()
+
+    asyncio.run(scenario())
+    report = audit(statements(folders))
+    assert report.passed, report.problems
+    assert report.transfers == 6
+    Identity.read(tmp_path / "late").check("late")
+
+
 def test_an_expired_certificate_is_not_answered(tmp_path: Path) -> None:
     folders = make_folders(tmp_path, 2)
     identity.issue(tmp_path / "authority", "peer-1", tmp_path / "expired", days=-0.5)

@@ -205,6 +205,7 @@ def run_demo(root: Path, peers: int, rounds: int, mode: str, kills: int) -> bool
         demo.stop()
     report = audit([read_statement(folder.store) for folder in demo.folders.values()])
     path = write_report(root, demo, report, time.monotonic() - started)
+    console.print()
     console.print("\n".join(report.lines()))
     console.print(f"report: {path}")
     return report.passed
