@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import identity
 from quiverfl.peer.audit import Report, audit
 from quiverfl.peer.manifest import Leaves, Manifest
@@ -151,6 +152,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
 
 def process_main(folder: Path, options: Options) -> None:
     """What a peer's process runs."""
+    keep_freed_memory()  # as the command does
     passages: Counter[str] = Counter()
 
     def trace(point: str) -> None:

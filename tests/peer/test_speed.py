@@ -10,6 +10,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import wire
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import UNIT
@@ -63,6 +64,7 @@ async def _rate(swarm: Swarm, payload: bytes, seqs: range) -> float:
 def test_a_resnet_passes_at_three_hundred_megabytes_a_second(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path, 2, Options(size=PARAMETERS, neighbours=1, rounds=0, linger=300.0))
     payload = np.ones(PARAMETERS, dtype="<f4").tobytes()
+    keep_freed_memory()  # as the command does, at both ends
     swarm.start("peer-0")
     try:
         rate = asyncio.run(_rate(swarm, payload, range(1, 9)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Metrics = dict[str, npt.NDArray[np.float64]]
 Record = dict[str, Any]
@@ -36,6 +38,8 @@ class History:
 
     def frame(self) -> pd.DataFrame:
         """round, stage, client, and a column per metric."""
+        import pandas as pd  # late: half a second that a peer's start need not wait for
+
         parts = [
             pd.DataFrame({"round": round, "stage": stage, "client": _clients(metrics), **metrics})
             for round, stage, metrics in self.evaluations
@@ -45,6 +49,8 @@ class History:
 
     def rounds(self) -> pd.DataFrame:
         """One row per round; what is recorded per client is summed."""
+        import pandas as pd
+
         return pd.DataFrame([summed(record) for record in self.records])
 
 

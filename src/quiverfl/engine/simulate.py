@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
 import torch
 from torch import nn
 
@@ -23,6 +22,9 @@ from quiverfl.results.summary import summarize
 from quiverfl.task import Point, Task
 from quiverfl.topologies.graph import Topology
 from quiverfl.training import Training
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 EXECUTORS = ("auto", "vectorized", "sequential")
 

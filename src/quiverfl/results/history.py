@@ -13,16 +13,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from quiverfl.errors import QuiverError
 from quiverfl.results.files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.summary import by_client
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Counts = npt.NDArray[np.int64]
 _HISTORY_COLUMNS = ["round", "stage", "client"]
@@ -83,6 +85,8 @@ class RunResult:
     @cached_property
     def test_samples(self) -> pd.Series | None:
         """How many test samples each client has."""
+        import pandas as pd
+
         return None if self.test_counts is None else pd.Series(self.test_counts.sum(axis=1))
 
     def values(self, stage: str, metric: str) -> pd.DataFrame:
@@ -162,6 +166,8 @@ def finish(folder: Path) -> None:
 
 def history_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """One row per (round, stage, client) from one line per (round, stage)."""
+    import pandas as pd  # late: half a second that a peer's start need not wait for
+
     latest = {(int(line["round"]), str(line["stage"])): line["metrics"] for line in lines}
     parts = []
     for (round, stage), metrics in sorted(latest.items()):
@@ -175,6 +181,8 @@ def history_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def rounds_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """One row per round from one line per round; lists, one number per client, are summed."""
+    import pandas as pd
+
     latest = {int(line["round"]): line for line in lines}
     rows = [
         {name: sum(value) if isinstance(value, list) else value for name, value in line.items()}
@@ -210,6 +218,8 @@ def _floats(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
 
 
 def _read_frame(folder: Path, name: str) -> pd.DataFrame:
+    import pandas as pd
+
     lines, parquet = folder / f"{name}.jsonl", folder / f"{name}.parquet"
     # A finished run that was extended has newer lines than its Parquet files.
     if parquet.exists() and not (_changed(lines) > _changed(parquet)):

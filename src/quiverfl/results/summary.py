@@ -11,10 +11,12 @@ Three figures describe the clients at one moment, each over the clients that hav
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import pandas as pd
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Report: TypeAlias = Literal["last", "best", "last10"]
 REPORTS: tuple[Report, ...] = ("last", "best", "last10")
@@ -45,6 +47,8 @@ def higher_is_better(metric: str) -> bool:
 def by_client(history: pd.DataFrame, stage: str, metric: str) -> pd.DataFrame:
     """One row per evaluated round, one column per client; NaN for a client without test data."""
     if metric not in history:
+        import pandas as pd
+
         return pd.DataFrame()
     rows = history[history["stage"] == stage]
     table = rows.pivot(index="round", columns="client", values=metric).sort_index()
@@ -117,6 +121,8 @@ def costs(rounds: pd.DataFrame) -> dict[str, Any]:
 def per_round(rounds: pd.DataFrame, name: str) -> pd.Series:
     """A column of numbers, zero where nothing was recorded."""
     if name not in rounds:
+        import pandas as pd
+
         return pd.Series(0, index=rounds.index)
     return rounds[name].fillna(0)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from scipy import sparse
-from scipy.sparse.csgraph import connected_components, shortest_path
 
 from quiverfl.topologies.checks import whole
 from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers, Topology
@@ -176,6 +175,8 @@ def spectral_gap(graph: Graph) -> float:
 
 def diameter_of(links: sparse.csr_array) -> int | None:
     """The longest of the shortest paths; None if somebody cannot be reached."""
+    from scipy.sparse.csgraph import shortest_path
+
     longest = shortest_path(links, unweighted=True).max()
     return int(longest) if np.isfinite(longest) else None
 
@@ -237,6 +238,8 @@ def _union(graphs: Sequence[Graph]) -> sparse.csr_array:
 
 
 def _connected(links: sparse.csr_array) -> bool:
+    from scipy.sparse.csgraph import connected_components
+
     parts, _ = connected_components(links, directed=True, connection="strong")
     return parts == 1
 
