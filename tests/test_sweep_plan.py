@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quiverfl.config import load_config
+from quiverfl.config import load_config, parse
 from quiverfl.errors import QuiverError
 from quiverfl.sweeps.plan import Choice, Sweep, load_sweep
 
@@ -190,3 +191,13 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(QuiverError, match=r"plan\.toml: cannot be read"):
         load_sweep(tmp_path / "plan.toml")
+
+
+def test_an_override_may_name_the_options_of_its_own_method_only() -> None:
+    def overridden(**options: float) -> dict[str, Any]:
+        return {"method": {"name": "dfedpgp"}, "overrides": {"fedbabu": {"method": options}}}
+
+    config = parse(overridden(finetune_lr=0.01)).for_method("fedbabu")
+    assert config.method.model_extra == {"finetune_lr": 0.01}
+    with pytest.raises(QuiverError, match=r"overrides\.fedbabu.*method\.step_floor"):
+        parse(overridden(step_floor=0.1))

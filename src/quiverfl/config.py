@@ -220,7 +220,10 @@ def _refuse_unknown_overrides(values: Mapping[str, Any], source: str) -> None:
             raise QuiverError(
                 f"{source}: [overrides.{method}]: unknown method; {nearest(method, METHODS)}"
             )
-        _refuse_unknown(sections, f"{source}, [overrides.{method}]")
+        own = dict(sections)
+        if isinstance(own.get("method"), Mapping):
+            own["method"] = {"name": method, **own["method"]}  # its options, not the base's
+        _refuse_unknown(own, f"{source}, [overrides.{method}]")
 
 
 def _refuse_unknown_keys(

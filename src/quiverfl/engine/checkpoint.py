@@ -12,12 +12,13 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quiverfl.engine.exchange import Exchange
 from quiverfl.engine.history import History
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.tensors import write_tensors
 from quiverfl.errors import QuiverError
 from quiverfl.task import Point
 
@@ -65,10 +66,8 @@ class Checkpoint:
         """Write it; the path of its JSON file."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"round-{self.round:06d}"
-        tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in self.tensors.items()}
         temporary = folder / f"{stem}.safetensors.tmp"
-        save_file(tensors, temporary)
-        digest = _sha256(temporary)
+        digest = write_tensors(self.tensors, temporary)
         _settle(temporary, folder / f"{stem}.safetensors")
         text = {
             "round": self.round,
