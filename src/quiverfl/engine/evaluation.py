@@ -14,7 +14,9 @@ Metrics = dict[str, npt.NDArray[np.float64]]
 Integers = npt.NDArray[np.int64]
 
 SLAB = 512
-"""Samples per client that pass through the model at once."""
+"""Samples per client that pass through the model at once, at most."""
+TOGETHER = 12_800
+"""Samples of all clients together that do: their activations must find room."""
 
 
 def evaluate(
@@ -29,9 +31,10 @@ def evaluate(
     sizes = examples.sizes[rows]
     functions = {**task.metrics, "loss": task.loss}
     sums = {name: torch.zeros(len(rows), dtype=torch.float64) for name in functions}
-    for begin in range(0, int(sizes.max(initial=0)), SLAB):
+    slab = min(SLAB, max(1, TOGETHER // max(1, len(rows))))
+    for begin in range(0, int(sizes.max(initial=0)), slab):
         here = np.flatnonzero(sizes > begin)
-        width = int(min(sizes[here].max() - begin, SLAB))
+        width = int(min(sizes[here].max() - begin, slab))
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
         x, y = examples.gather(rows[here], samples)
