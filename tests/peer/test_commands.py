@@ -5,25 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from quiverfl.cli.peer import app
-from quiverfl.cli.peer_setup import assemble, build_learner
+from quiverfl.cli.peer_setup import assemble, build_learner, configuration, dataset_of
 from quiverfl.config import load_config
 from quiverfl.data.dataset import Dataset
+from quiverfl.data.sources import load_dataset
 from quiverfl.data.sources.own_arrays import from_arrays
 from quiverfl.errors import QuiverError
+from quiverfl.peer.audit import audit
 from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.roster import Roster
+from quiverfl.peer.schema import read_statement
 
 from .swarm import free_ports
 
@@ -103,9 +110,24 @@ def test_two_wards_from_certificates_to_export(tmp_path: Path) -> None:
     assert report["passed"]
     assert (report["error"], report["in_flight"], report["transfers"]) == (0, 0, 6)
     assert "passed" in quiver("audit", *folders)
-    out = tmp_path / "model.safetensors"
-    assert "load_state_dict" in quiver("export", folders[1], "--out", out)
+    with pytest.raises(QuiverError, match="given twice"):
+        quiver("audit", *folders, folders[0])
+    north, south = (read_statement(folder / "store") for folder in folders)
+    with pytest.raises(QuiverError, match="not of one run"):
+        audit([north, replace(south, agreement="another")])
+    out = tmp_path / "new" / "model.safetensors"
+    printed = quiver("export", folders[1], "--out", out)
     assert {name.split(".")[0] for name in load_file(out)} >= {"head"}
+    names: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in printed.splitlines() if line.startswith("    ")), names)
+    about = json.loads(out.with_suffix(".json").read_text())
+    data = load_dataset("digits")
+    x = torch.from_numpy(data.test_x).float() / about["scale"]
+    x = (x - torch.tensor(about["mean"])[:, None, None]) / torch.tensor(about["std"])[:, None, None]
+    right = names["model"](x).argmax(dim=1) == torch.from_numpy(data.test_y)
+    assert right.float().mean() > 0.2  # guessing is right once in ten times
+    with pytest.raises(QuiverError, match="cannot be written"):
+        quiver("export", folders[1], "--out", folders[1] / "key.pem" / "model.safetensors")
 
 
 def own_rows() -> Dataset:
@@ -138,7 +160,11 @@ def test_peers_bring_their_own_data(tmp_path: Path) -> None:
         return sizes
 
     assert asyncio.run(scenario()) == [30, 50]
+    assert (folders[0] / "cache").stat().st_mode & 0o777 == 0o700
     assert json.loads(quiver("audit", *folders, "--json"))["passed"]
+    np.savez(tmp_path / "rows.npz", **{**rows, "y": np.arange(40) % 4})
+    with pytest.raises(QuiverError, match="another size than the one in the store"):
+        quiver("export", folders[0], "--out", tmp_path / "model.safetensors")
     (tmp_path / "rows.npz").write_bytes(b"PK nothing")
     with pytest.raises(QuiverError, match=r"rows\.npz is not a readable"):
         build_learner(PeerFolder.read(folders[0]))
@@ -203,6 +229,43 @@ def test_the_command_line_loads_no_grpc_until_asked() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_what_cannot_run_is_said_before_it_runs(tmp_path: Path) -> None:
+    folders = prepare(tmp_path)
+    roster, keys = tmp_path / "ca" / "roster.toml", tmp_path / "ca" / "ward-0"
+    common = ("--config", tmp_path / "run.toml", "--keys", keys, "--roster", roster)
+    with pytest.raises(QuiverError, match=r"nope\.csv: there is no such file"):
+        quiver("init", tmp_path / "new", *common, "--data", "table", "--data-path", "nope.csv")
+    with pytest.raises(QuiverError, match="'17400': write HOST:PORT"):
+        quiver("init", tmp_path / "new", *common, "--bind", "17400")
+    with pytest.raises(QuiverError, match="does not exist"):
+        quiver("init", tmp_path / "other", *("--config", "none.toml"), *common[2:])
+    assert not (tmp_path / "other").exists()
+    shutil.copyfile(folders[1] / "key.pem", folders[0] / "key.pem")
+    with pytest.raises(QuiverError, match=r"key\.pem does not belong to cert\.pem"):
+        PeerFolder.read(folders[0]).identity()
+
+
+def test_the_options_of_own_data_are_kept(tmp_path: Path) -> None:
+    table = tmp_path / "patients.csv"
+    table.write_text("age,diagnosis\n" + "".join(f"{n},{n % 2}\n" for n in range(20)))
+    own = ("--data", "table", "--data-path", table, "--data-option", "label=diagnosis")
+    folder = PeerFolder.read(prepare(tmp_path, own=(own, ()))[0])
+    assert folder.own.data is not None
+    assert dataset_of(folder, configuration(folder)).class_names == ("0", "1")
+
+
+def test_a_peer_is_not_started_twice(tmp_path: Path) -> None:
+    folder = PeerFolder.read(prepare(tmp_path)[0])
+
+    async def scenario() -> None:
+        node = await assemble(folder)
+        with pytest.raises(QuiverError, match="running already"):
+            await assemble(folder)
+        node.store.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow

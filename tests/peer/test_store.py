@@ -103,7 +103,7 @@ def test_a_crash_at_any_point_leaves_the_state_before_or_after(
 
 def test_one_process_per_store(tmp_path: Path) -> None:
     store = create(tmp_path / "s")
-    with pytest.raises(StoreError, match="in use"):
+    with pytest.raises(QuiverError, match="in use"):
         Store.open(tmp_path / "s")
     store.close()
     Store.open(tmp_path / "s").close()

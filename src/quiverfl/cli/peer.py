@@ -101,19 +101,30 @@ def init(
     bind: Annotated[str | None, typer.Option(help="HOST:PORT to listen on.")] = None,
     metrics: Annotated[str, typer.Option(help="127.0.0.1:PORT for Prometheus.")] = "",
     data: Annotated[str | None, typer.Option(help="Own data: a source or module:function.")] = None,
-    data_path: Annotated[str | None, typer.Option(help="Where a source of one's own lies.")] = None,
+    data_path: Annotated[
+        Path | None, typer.Option(help="Where a source of one's own lies.")
+    ] = None,
+    data_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the source, such as label=diagnosis.")
+    ] = None,
 ) -> None:
     """Make a peer's folder: configuration, roster, keys, and what is its own."""
     from quiverfl.peer.folder import OwnData, OwnSettings, make_folder
     from quiverfl.peer.roster import Roster
 
+    if bind is not None and not (":" in bind and bind.rpartition(":")[2].isdigit()):
+        raise QuiverError(f"--bind {bind!r}: write HOST:PORT, such as 0.0.0.0:7400.")
+    if data_path is not None and not data_path.expanduser().exists():
+        raise QuiverError(f"--data-path {data_path}: there is no such file or folder.")
     name = name or keys.name
     address = Roster.read(roster).member(name).address
+    place = None if data_path is None else str(data_path.expanduser().absolute())
+    options = dict(_option(text) for text in data_option or ())
     own = OwnSettings(
         name=name,
         bind=bind or address,
         metrics=metrics,
-        data=None if data is None else OwnData(name=data, path=data_path),
+        data=None if data is None else OwnData(name=data, path=place, options=options),
     )
     made = make_folder(folder, config, roster, keys, own)
     made.identity()
@@ -144,7 +155,12 @@ def run(
         _exit(EXIT_RESTORED, str(problem))
     print(json.dumps(vars(outcome)))
     if outcome.undelivered and not outcome.stopped:
-        raise typer.Exit(EXIT_UNDELIVERED)
+        reasons = "; ".join(f"{peer}: {reason}" for peer, reason in outcome.problems.items())
+        _exit(
+            EXIT_UNDELIVERED,
+            f"{outcome.undelivered} shares could not be delivered and wait in the outbox; run it "
+            f"again when the neighbours can be reached. {reasons}",
+        )
 
 
 @app.command("status")
@@ -192,7 +208,13 @@ def evict(
 @app.command("audit")
 def audit(
     folders: Annotated[list[Path], typer.Argument(help="Peers' folders, or their stores.")],
-    live: Annotated[bool, typer.Option(help="The peers are running.")] = False,
+    live: Annotated[
+        bool,
+        typer.Option(
+            help="The peers are running: their books are read one after the other, so a receiver "
+            "may know of a share that its sender's older books do not have."
+        ),
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """Prove that no mass was lost or counted twice; exit code 1 if it was."""
@@ -217,19 +239,42 @@ def export(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("model.safetensors"),
 ) -> None:
     """Write the personal model as safetensors, and how to load it."""
+    import safetensors
     import safetensors.numpy
 
-    from quiverfl.cli.peer_setup import configuration, restored_learner
+    from quiverfl.cli.peer_setup import configuration, dataset_of, restored_learner
 
     opened = _read(folder)
     tensors = restored_learner(opened).model()
     config = configuration(opened)
-    safetensors.numpy.save_file(tensors, str(out), {"peer": opened.own.name, "format": "pt"})
-    arguments = {"name": config.model.name, **config.model.options()}
-    out.with_suffix(".json").write_text(json.dumps({"model": arguments}, indent=1) + "\n")
-    print(f"{len(tensors)} tensors in {out}. To load them:")
+    dataset = dataset_of(opened, config)
+    options = config.model.options()
+    about = {
+        "model": {"name": config.model.name, **options},
+        "input_shape": dataset.input_shape,
+        "classes": dataset.class_names,
+        "mean": dataset.mean,
+        "std": dataset.std,
+        "scale": 255 if dataset.train_x.dtype.kind == "u" else 1,
+    }
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.numpy.save_file(tensors, str(out), {"peer": opened.own.name, "format": "pt"})
+        out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    except (OSError, safetensors.SafetensorError) as problem:
+        raise QuiverError(f"--out {out}: cannot be written: {problem}") from problem
+    made = [config.model.name, dataset.input_shape, dataset.classes]
+    words = [repr(value) for value in made] + [f"{key}={value!r}" for key, value in options.items()]
+    print(
+        f"{len(tensors)} tensors in {out}; {out.with_suffix('.json')} says what they are made for."
+    )
+    print("To load them:")
     print("    from safetensors.torch import load_file")
-    print(f"    model.load_state_dict(load_file({str(out)!r}))  # model: {json.dumps(arguments)}")
+    print("    from quiverfl.models import make_model")
+    print(f"    model = make_model({', '.join(words)})")
+    print(f"    model.load_state_dict(load_file({str(out)!r}))")
+    if dataset.mean:
+        print("Give it (x / scale - mean) / std per column or channel, with those of the .json.")
 
 
 @app.command("demo")
@@ -262,6 +307,14 @@ def _pair(text: str) -> tuple[str, str]:
     if not separator or ":" not in address:
         raise QuiverError(f"--peer {text!r}: write NAME=HOST:PORT.")
     return name, address
+
+
+def _option(text: str) -> tuple[str, Any]:
+    from quiverfl.config import setting
+
+    if "=" not in text:
+        raise QuiverError(f"--data-option {text!r}: write KEY=VALUE.")
+    return setting(text)
 
 
 def _evict_at_rest(folder: PeerFolder, peer: str) -> dict[str, Any]:

@@ -39,10 +39,11 @@ from quiverfl.peer.node import Node
 from quiverfl.peer.settings import Outcome
 from quiverfl.peer.store import Store
 from quiverfl.peer.tally import JsonLines
+from quiverfl.peer.terms import Terms
 from quiverfl.seeds import stream
 from quiverfl.topologies.graph import Topology
 
-HISTORY = "history.jsonl"
+HISTORY, CACHE = "history.jsonl", "cache"
 Record = Callable[[dict[str, Any]], None]
 
 
@@ -73,7 +74,7 @@ def build_learner(folder: PeerFolder) -> tuple[ShardLearner, Topology, Config]:
             f"method.delay = {method.delay}: peers overlap by themselves in async mode; set "
             'peers.mode = "async" and delay = 0.'
         )
-    dataset = load_data(config) if folder.own.data is None else own_dataset(folder.own.data)
+    dataset = dataset_of(folder, config)
     data = _own_share(config, dataset, number) if folder.own.data is None else _all_of(dataset)
     task = make_task(config, dataset)
     epochs = epochs_per_client(config, members)
@@ -99,9 +100,19 @@ def _own_share(config: Config, dataset: Dataset, number: int) -> FederatedData:
     return federate(dataset, share_out(config, dataset), augment).only([number])
 
 
-def own_dataset(own: OwnData) -> Dataset:
-    place = {"path": own.path} if own.path else {}
-    dataset = load_dataset(own.name, own.root, **place, **own.options)
+def dataset_of(folder: PeerFolder, config: Config) -> Dataset:
+    """This peer's own data set, or the run's."""
+    if folder.own.data is None:
+        return load_data(config)
+    return own_dataset(folder.own.data, folder.path)
+
+
+def own_dataset(own: OwnData, folder: Path) -> Dataset:
+    """Read with its arrays kept in the peer's folder, for its owner's eyes alone."""
+    place = {"path": folder / own.path} if own.path else {}
+    cache = folder / CACHE
+    cache.mkdir(mode=0o700, exist_ok=True)
+    dataset = load_dataset(own.name, own.root, cache, **place, **own.options)
     if len(dataset.test_y) or not own.test_share:
         return dataset
     return _held_out(dataset, own.test_share)
@@ -141,16 +152,20 @@ async def assemble(
     learner, topology, config = build_learner(folder)
     terms = folder.terms(learner.manifest)
     store = await _opened(folder, learner, terms, join)
-    if store.meta("agreement") != terms.agreement:
-        store.close()
-        raise QuiverError(
-            f"{folder.store} belongs to another run or configuration: run.toml or the model "
-            "has changed since it was made. Put the old file back, or start a new folder."
-        )
+    _check_agreement(folder, store, terms)
     settings = folder.settings(config.run.rounds, config.run.evaluate_every, trust_store)
     return Node(
         learner, topology, store, folder.path, terms, settings, folder.limits(), record=record
     )
+
+
+def _check_agreement(folder: PeerFolder, store: Store, terms: Terms) -> None:
+    if store.meta("agreement") != terms.agreement:
+        store.close()
+        raise QuiverError(
+            f"{folder.store} belongs to another run or configuration: run.toml, the model or the "
+            "shape of the data has changed since it was made. Put it back, or start a new folder."
+        )
 
 
 async def run_peer(folder: PeerFolder, join: bool, trust_store: bool) -> Outcome:
@@ -191,6 +206,7 @@ def restored_learner(folder: PeerFolder) -> ShardLearner:
     """The learner as its store has it, for export."""
     learner, _, _ = build_learner(folder)
     store = Store.open(folder.store)
+    _check_agreement(folder, store, folder.terms(learner.manifest))
     try:
         memory, accounts = store.memory(), store.accounts()
     finally:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from quiverfl.errors import QuiverError
 from quiverfl.peer.ledger import UNIT, Transfer
 
 ROUNDING = 2.0**-20
@@ -64,6 +65,7 @@ class Statement:
     received: Sequence[Received]
     total: float  # float64 sum of the shared numbers in its stored state, computed anew
     gone: frozenset[str] = frozenset()
+    agreement: str = ""  # hash of run, configuration and manifest: the same for all peers of a run
 
 
 @dataclass
@@ -115,7 +117,14 @@ def audit(statements: Iterable[Statement], *, live: bool = False) -> Report:
     With `live`, statements were taken one after the other from running peers: a receiver may then
     know a transfer that its sender's older statement does not. Stopped stores get no such excuse.
     """
-    books = {statement.name: statement for statement in statements}
+    given = list(statements)
+    books = {statement.name: statement for statement in given}
+    if len({statement.agreement for statement in given}) > 1:
+        raise QuiverError(
+            "these stores are not of one run: their peers had another configuration or model."
+        )
+    if len(books) < len(given):
+        raise QuiverError("a peer's store was given twice: give that of every peer once.")
     evicted = {peer for book in books.values() for peer in book.gone}
     inside = {name: book for name, book in books.items() if name not in evicted}
     report = Report(peers=len(inside))

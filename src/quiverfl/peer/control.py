@@ -26,8 +26,11 @@ async def order(folder: PeerFolder, order: Order, timeout: float = 5.0) -> dict[
     try:
         answer = await channel.unary_unary(f"/{SERVICE}/Order")(encode(order), timeout=timeout)
     except grpc.aio.AioRpcError as problem:
+        if problem.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise QuiverError(f"{folder.own.name!r} refused: {problem.details()}") from None
         raise NotRunning(
-            f"{folder.own.name!r} does not answer on {folder.own.bind}: {problem.details()}."
+            f"{folder.own.name!r} does not answer on {folder.own.bind}: it is not running, or "
+            f"still starting. quiver peer run {folder.path} goes on from its store."
         ) from None
     finally:
         await channel.close()

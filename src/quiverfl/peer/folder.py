@@ -9,13 +9,14 @@ store/        its durable memory
 
 from __future__ import annotations
 
+import json
 import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.peer.files import write_durably
@@ -51,7 +52,7 @@ class OwnData(_Section):
 
 class OwnSettings(_Section):
     name: Name
-    bind: str
+    bind: Annotated[str, StringConstraints(pattern=r"^\S*:\d{1,5}$")]  # HOST:PORT
     metrics: str = ""
     device: str = "cpu"
     threads: int | None = 1
@@ -142,13 +143,14 @@ def make_folder(path: Path, run: Path, roster: Path, keys: Path, own: OwnSetting
     if (path / PEER).exists():
         raise QuiverError(f"{path} is a peer's folder already; it is not overwritten.")
     Roster.read(roster).member(own.name)
-    path.mkdir(parents=True, exist_ok=True)
     pairs = [(run, RUN), (roster, ROSTER)]
     pairs += [(keys / name, name) for name in (AUTHORITY_CERTIFICATE, CERTIFICATE, KEY)]
     for source, name in pairs:
-        target = path / name
         if not source.exists():
-            raise QuiverError(f"{source} does not exist: it is needed as {target}.")
+            raise QuiverError(f"{source} does not exist: it is needed as {path / name}.")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for source, name in pairs:
+        target = path / name
         if source.resolve() != target.resolve():
             shutil.copyfile(source, target)
         target.chmod(0o600 if name == KEY else 0o644)
@@ -163,9 +165,12 @@ def _written(own: OwnSettings) -> str:
     if own.data is None:
         lines.append("# Without [data], this peer takes its share of the run's own data set.")
         lines += ["# [data]", '# name = "table"', '# path = "patients.csv"']
+        lines += ["# [data.options]", '# label = "diagnosis"']
     else:
-        lines += ["[data]", f'name = "{own.data.name}"']
-        lines += [f'path = "{own.data.path}"'] if own.data.path else []
+        lines += ["[data]", f"name = {json.dumps(own.data.name)}"]
+        lines += [f"path = {json.dumps(own.data.path)}"] if own.data.path else []
+        lines += ["", "[data.options]"] if own.data.options else []
+        lines += [f"{key} = {json.dumps(value)}" for key, value in own.data.options.items()]
     return "\n".join(lines) + "\n"
 
 

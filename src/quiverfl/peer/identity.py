@@ -11,6 +11,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -54,6 +55,13 @@ class Identity:
             )
         return cls(*parts)
 
+    def _public_key(self) -> bytes:
+        try:
+            key = serialization.load_pem_private_key(self.key, password=None)
+        except (ValueError, TypeError) as problem:
+            raise QuiverError(f"{KEY} is not a private key: {problem}") from problem
+        return _encoded(key.public_key())
+
     def sign(self, text: bytes) -> str:
         key = serialization.load_pem_private_key(self.key, password=None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -63,6 +71,11 @@ class Identity:
         """Refuse to start with a certificate that the others would refuse anyway."""
         certificate = parse(self.certificate)
         now = now or datetime.datetime.now(datetime.UTC)
+        if self._public_key() != _encoded(certificate.public_key()):
+            raise QuiverError(
+                f"{KEY} does not belong to {CERTIFICATE}: copy both from the same folder of the "
+                "authority."
+            )
         if names(certificate) != [name]:
             raise QuiverError(
                 f"the certificate is for {names(certificate)}, this peer is {name!r}: "
@@ -218,3 +231,10 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _public(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _encoded(key: Any) -> bytes:
+    encoded: bytes = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return encoded

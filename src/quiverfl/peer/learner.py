@@ -81,6 +81,14 @@ class ShardLearner:
 
     def restore(self, rest: Mapping[str, Array]) -> None:
         fields = {name: torch.from_numpy(np.array(leaf))[None] for name, leaf in rest.items()}
+        for name, leaf in fields.items():
+            here = getattr(self._shard.state, name, None)
+            if here is None or here.shape != leaf.shape:
+                raise QuiverError(
+                    "the model has another size than the one in the store: the data has other "
+                    "classes or columns than before, or the model has changed. Put them back, or "
+                    "start a new folder."
+                )
         self._shard.state = self._shard.state._replace(**fields)
 
     def evaluate(self, round: int, stage: str) -> dict[str, float]:

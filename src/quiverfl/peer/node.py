@@ -133,7 +133,9 @@ class Node:
         accounts = self.books.accounts
         left = self.condition.leaving and not accounts.units and not accounts.outbox
         waiting = len(accounts.outbox)
-        outcome = Outcome(self.finished, left, self.stopping, waiting, self.metrics)
+        outcome = Outcome(
+            self.finished, left, self.stopping, waiting, self.metrics, self._problems()
+        )
         self._log("stopped", round=accounts.round, **vars(outcome))
         return outcome
 
@@ -321,8 +323,10 @@ class Node:
             "commit_seconds": self.books.commit_seconds,
         }
 
+    def _problems(self) -> dict[str, str]:
+        return {p: c.problem for p, c in self.neighbours.couriers.items() if c.problem}
+
     def status(self) -> dict[str, Any]:
-        couriers = self.neighbours.couriers
         return {
             "name": self._terms.name,
             "state": self.state,
@@ -332,5 +336,5 @@ class Node:
             "counts": dict(self.tally.counts),
             "refusals": dict(self.tally.refusals),
             "absent": sorted(self.neighbours.absent),
-            "problems": {p: c.problem for p, c in couriers.items() if c.problem},
+            "problems": self._problems(),
         }

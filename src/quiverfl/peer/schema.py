@@ -100,6 +100,7 @@ def _read(folder: Path) -> Statement:
         outgoing = [Sent(Transfer(*r[:7]), r[7]) for r in database.execute("SELECT * FROM sent")]
         incoming = database.execute("SELECT * FROM received")
         taken = [Received(Transfer(*r[:7]), r[7]) for r in incoming]
+        agreed = database.execute("SELECT value FROM meta WHERE key = 'agreement'").fetchone()
         query = "SELECT name, digest FROM files WHERE role = 'state'"
         name, digest = database.execute(query).fetchone()
     except sqlite3.Error as problem:
@@ -118,4 +119,5 @@ def _read(folder: Path) -> Statement:
         received=taken,
         total=total(message),
         gone=gone,
+        agreement=agreed[0] if agreed else "",
     )

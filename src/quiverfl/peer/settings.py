@@ -31,3 +31,4 @@ class Outcome:
     stopped: bool = False  # on request, before its time
     undelivered: int = 0  # shares in the outbox: safe, and sent when it starts again
     metrics: dict[str, float] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)  # by neighbour, why its shares wait

@@ -22,7 +22,6 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer import schema
 from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
-    StoreError,
     cannot_write,
     read_checked,
     remove_all_but,
@@ -81,7 +80,7 @@ class Store:
         trace: Trace = lambda point: None,
     ) -> Store:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             store = cls(folder, trace)
         except (OSError, sqlite3.Error) as problem:
             raise cannot_write(folder, problem) from problem
@@ -253,5 +252,7 @@ def _locked(folder: Path) -> TextIO:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as problem:
         handle.close()
-        raise StoreError(f"{folder} is in use by another running peer.") from problem
+        raise QuiverError(
+            f"{folder} is in use: this peer is running already, in another process."
+        ) from problem
     return handle

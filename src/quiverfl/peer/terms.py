@@ -51,7 +51,8 @@ class Terms:
             if mine != theirs:
                 return (
                     f"{what} of {hello.sender!r} is {str(theirs)[:16]}, of {self.name!r} it is "
-                    f"{str(mine)[:16]}: all peers of a run need the same file."
+                    f"{str(mine)[:16]}: all peers of a run need the same "
+                    "run.toml, and inputs of the same shape."
                 )
         return ""
 
