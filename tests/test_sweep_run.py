@@ -201,6 +201,8 @@ def wait_for(happened: Callable[[], bool], seconds: float = 120) -> None:
 def test_ctrl_c_ends_the_processes_and_leaves_cells_that_can_go_on(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(BASE.replace("rounds = 3", "rounds = 2000"))
     command = [sys.executable, "-m", "quiverfl.cli.main", "sweep", "plan.toml", "--no-estimate"]
+    # A test run in the background of a script is deaf to Ctrl-C; what it starts must not be.
+    command = ["env", "--default-signal=INT", *command]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
     places, cell = Places(tmp_path / "runs"), load_sweep(tmp_path / "plan.toml").cells[0]
     wait_for(lambda: len(read_lines(places.run(cell) / "rounds.jsonl")) > 3)
