@@ -88,7 +88,7 @@ class RunFolder:
             replace_file(self.path / "config.json", _json(text))
         replace_file(self.path / "environment.json", _json(environment()))
         buffer = io.BytesIO()
-        np.savez(buffer, **partition.arrays())  # type: ignore[arg-type]
+        np.savez(buffer, allow_pickle=False, **partition.arrays())
         replace_file(self.path / "partition.npz", buffer.getvalue())
 
     def save(self, checkpoint: Checkpoint) -> None:

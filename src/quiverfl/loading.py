@@ -38,12 +38,12 @@ def load_callable(reference: str, folder: Path | None = None) -> Callable[..., A
             f"{reference!r}: {module.__file__ or module_name} has no {function_name!r}; "
             f"{nearest(function_name, functions)}"
         )
-    found = getattr(module, function_name)
+    found: Callable[..., Any] = getattr(module, function_name)
     if not callable(found):
         raise QuiverError(
             f"{reference!r} is a {type(found).__name__}, not a function: name something callable."
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_options(

@@ -37,6 +37,7 @@ from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell, Choice, load_sweep
 
 if TYPE_CHECKING:
+    from quiverfl.reproduce.write import Shown
     from quiverfl.results.table_formats import Table
 
 
@@ -87,6 +88,8 @@ def reproduce(
     Started again after a crash it goes on where it was. Tables in the same folder share their
     finished cells.
     """
+    from quiverfl.reproduce.write import Shown  # late: it loads matplotlib
+
     item = find_item(what)
     wanted = choice(methods, seeds, cases, [*graph_settings(graph.value), *(set_ or ())])
     cells = item_cells(item, scale, wanted, equal)
@@ -97,7 +100,7 @@ def reproduce(
         list_cells(cells, places)
         return
     folder = out / folder_name(what, scale, graph, equal)
-    _write(what, item, cells, places, folder, (stage.value, report.value), as_json)
+    _write(what, item, cells, places, folder, Shown(stage.value, report.value), as_json)
     if item.kind == "partition":
         return
     if tensorboard:
@@ -131,12 +134,11 @@ def _write(
     cells: Sequence[Cell],
     places: Places,
     folder: Path,
-    shown: tuple[str, str],
+    how: Shown,
     as_json: bool,
 ) -> None:
-    from quiverfl.reproduce.write import Shown, per_case, write
+    from quiverfl.reproduce.write import per_case, write
 
-    how = Shown(*shown)  # type: ignore[arg-type]
     tables = write(what, item, cells, places, folder, how)
     files = sorted(str(path) for path in folder.iterdir() if path.is_file())
     if as_json:

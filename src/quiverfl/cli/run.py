@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -101,13 +100,14 @@ def compare(
 def methods(json_: AsJson = False) -> None:
     """The methods, their options and the topology they are usually run on."""
     from quiverfl.experiment import usual_topology
+    from quiverfl.methods.contract import options_of
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "title": method.title,
             "topology": usual_topology(method),
-            "options": dataclasses.asdict(method),  # type: ignore[call-overload]
+            "options": options_of(method),
             "summary": (_module_doc(method).splitlines() or [""])[0],
         }
         for name, method in ((name, make()) for name, make in METHODS.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from quiverfl.engine.history import History, Metrics, Record, Recorder
 from quiverfl.engine.rounds import Schedule, checked, play
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.methods.contract import Method
+from quiverfl.methods.contract import Method, options_of
 from quiverfl.results.summary import summarize
 from quiverfl.task import Point, Task
 from quiverfl.topologies.graph import Topology
@@ -59,7 +58,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """last / best / mean of the last ten, per stage; bytes, steps, seconds."""
         return {
-            "method": {"name": self._method.name, **asdict(self._method)},  # type: ignore[call-overload]
+            "method": {"name": self._method.name, **options_of(self._method)},
             **summarize(self.history, self.rounds),
         }
 

@@ -15,7 +15,7 @@ may use nothing but tensor operations: no loop over clients, no branch on a tens
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -124,6 +124,13 @@ class Weighs(Protocol):
     """A method whose messages take fewer bytes than their tensors, such as sparse ones."""
 
     def payload(self, message: Message) -> Tensor: ...
+
+
+def options_of(method: Method) -> dict[str, Any]:
+    """What a method was made with, by name; nothing if it is not a data class."""
+    if is_dataclass(method) and not isinstance(method, type):
+        return asdict(method)
+    return {}
 
 
 def adaptation(method: Method, task: Task) -> Train | None:

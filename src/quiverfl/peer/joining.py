@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -91,8 +92,8 @@ async def _pull(
         await channel.close()
 
 
-async def _frame(call: object) -> bytes:
-    frame = await call.read()  # type: ignore[attr-defined]
+async def _frame(call: Any) -> bytes:
+    frame = await call.read()
     if not isinstance(frame, bytes):
         raise WireError("truncated", "it closed the stream early.")
     return frame

@@ -73,7 +73,7 @@ def series_table(
     cells: list[list[Cell]] = [[Cell(case.label)] for case in results.cases]
     for method in results.methods():
         rows = frame[frame["method"] == method].rename(columns={"case": "method", "method": "_"})
-        records: list[Row] = rows.to_dict("records")  # type: ignore[assignment]
+        records = _records(rows)
         for stage in stages:
             columns.append(Column(stage, display(method)))
             shown = _stage_column(records, stage)
@@ -216,8 +216,11 @@ def _table(
 
 
 def _rows(frame: pd.DataFrame, case: str) -> list[Row]:
-    found: list[Row] = frame[frame["case"] == case].to_dict("records")  # type: ignore[assignment]
-    return found
+    return _records(frame[frame["case"] == case])
+
+
+def _records(frame: pd.DataFrame) -> list[Row]:
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _column(rows: Sequence[Row], show: Callable[[Row], Cell]) -> dict[str, Cell]:
