@@ -17,7 +17,7 @@ from benchmarks.works import WORKS, smaller
 from quiverfl import keep_freed_memory
 
 PARTS = ("A", "B", "C", "D", "E", "F", "run")
-REPEATS = {"A": 5, "B": 3, "C": 3, "D": 5, "E": 2, "F": 2}
+REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3}
 RESULT, QUICK_RESULT = Path("runs/bench/result.json"), Path("runs/bench/quick.json")
 DOCUMENT = Path("docs/performance.md")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -50,5 +51,9 @@ def from_record(record: Mapping[str, Any]) -> Figure:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Of the minima: whatever else ran meanwhile can only have made a repeat longer."""
-    return min(over) / min(under)
+    """The median of the repeats' own ratios.
+
+    The two of a repeat ran one after the other, so what slows the machine for a while is in both; a
+    single repeat that was lucky or disturbed does not count.
+    """
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))

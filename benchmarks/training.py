@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 
 from benchmarks import limit, naive
 from benchmarks.clock import Kind, Seconds, interleaved
@@ -51,7 +52,9 @@ def _evaluation(work: Work, product: Product, repeats: int, kind: Kind) -> Figur
 
 
 def _fastest(seconds: Seconds, prefix: str) -> str:
-    return min((name for name in seconds if name.startswith(prefix)), key=lambda n: min(seconds[n]))
+    return min(
+        (name for name in seconds if name.startswith(prefix)), key=lambda n: median(seconds[n])
+    )
 
 
 def _figure(

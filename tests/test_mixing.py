@@ -10,8 +10,21 @@ from hypothesis import strategies as st
 
 import quiverfl as qv
 from quiverfl.engine import mixing
+from quiverfl.engine.crew import Crew
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.mixing import mix
+
+
+def _crew(threads: int) -> Crew:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return Crew()
+    finally:
+        torch.set_num_threads(before)
+
+
+CREWS = {threads: _crew(threads) for threads in (1, 2, 3)}
 
 
 @given(
@@ -20,10 +33,11 @@ from quiverfl.engine.mixing import mix
     seed=st.integers(0, 10),
     dense=st.booleans(),
     chunk=st.sampled_from([64, 2_000_000]),
+    threads=st.integers(1, 3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_mixing_is_the_matrix_product(
-    clients: int, width: int, seed: int, dense: bool, chunk: int
+    clients: int, width: int, seed: int, dense: bool, chunk: int, threads: int
 ) -> None:
     graph = qv.random_push(clients=clients, neighbors=min(3, clients - 1), seed=seed)(seed)
     leaf = torch.from_numpy(np.random.default_rng(seed).normal(size=(clients, width)))
@@ -32,7 +46,7 @@ def test_mixing_is_the_matrix_product(
         patch.setattr(mixing, "DENSE_SHARE", -1 if dense else 2)
         patch.setattr(mixing, "CHUNK_BYTES", chunk)
         patch.setattr(mixing, "NARROWEST", 1)
-        mixed = mix(graph, leaf)
+        mixed = mix(graph, leaf, CREWS[threads])
     np.testing.assert_allclose(mixed.numpy(), expected, rtol=0, atol=1e-13)
     assert graph.common_row is not None or mixed.data_ptr() == leaf.data_ptr()  # in place
 

@@ -1,25 +1,52 @@
-"""The C library's allocator, told to keep what it gets back.
+"""What the operating system is told about memory. No number depends on it.
 
 PyTorch frees and allocates every intermediate tensor. By default glibc returns pieces of more than
 128 KB to the kernel, which zeroes them again page by page: up to a fifth of a round's time. What is
-kept is used again by the next step.
+kept is used again by the next step; what other threads than the first free is kept only in the
+first thread's arena, so all of them share it.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+from torch import Tensor
+
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's malloc.h
+HUGEPAGE = 14  # Linux's mman.h
+LARGE_PAGE = 2 << 20
 KEPT_BYTES = 1 << 30
 LARGEST_KEPT = 64 << 20
 """Larger pieces, such as the states of all clients, are still returned when they are freed."""
 
 
 def keep_freed_memory() -> bool:
-    """For the whole process; False where the C library has no such setting. No number changes."""
+    """For the whole process; False where the C library has no such setting."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    kept: bool = mallopt(MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(TRIM_THRESHOLD, KEPT_BYTES)
-    return bool(kept)
+    settings = {
+        MMAP_THRESHOLD: LARGEST_KEPT,
+        TRIM_THRESHOLD: KEPT_BYTES,
+        ARENA_MAX: 1,
+    }
+    return all(mallopt(name, value) for name, value in settings.items())
+
+
+def in_large_pages(tensor: Tensor) -> Tensor:
+    """Ask for large pages behind a new tensor, before anything is written to it.
+
+    Mixing walks down the columns of all clients' parameters: every row of a chunk lies in another
+    page, and small pages are looked up one by one.
+    """
+    begin = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE
+    size = tensor.data_ptr() + tensor.nbytes - begin
+    if tensor.device.type == "cpu" and size >= LARGE_PAGE:
+        try:
+            madvise = ctypes.CDLL(None).madvise
+        except (OSError, AttributeError, TypeError):
+            return tensor
+        whole = size - size % LARGE_PAGE
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(whole), HUGEPAGE)
+    return tensor

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.batches import Plan, batch_order, plan, sample_keys
+from quiverfl.engine.crew import Crew
 from quiverfl.engine.examples import Examples
-from quiverfl.engine.programs import Executor, Gradient, Program
+from quiverfl.engine.programs import Executor, Gradient, OwnProgram, Program
 from quiverfl.engine.sgd import Descent
 from quiverfl.methods.contract import State, Train
 from quiverfl.task import Point, Task
@@ -38,9 +39,14 @@ class Trainer:
     examples: Examples
     training: Training
     executor: Executor
-    program: Program
+    crew: Crew
+    own: OwnProgram
     seed: int
     _head_is_last: bool | None = field(default=None, init=False)
+
+    @property
+    def program(self) -> Program:
+        return self.own.program
 
     def train(
         self, phase: Train, number: int, state: State, group: Group, round: int, epochs: Integers
@@ -78,6 +84,7 @@ class Trainer:
         rows, ids = group.rows[order], group.ids[order]
         gather, gradient = self._source(phase, point, rows)
         for step in range(int(batches.steps.max())):
+            self.crew.check()
             k = int(np.count_nonzero(batches.steps > step))
             counts = batches.counts[order[:k], step]
             width = int(counts.max())

@@ -2,13 +2,15 @@
 
 `Vectorized` computes all clients of a chunk together (vmap: batched matrix products), which is what
 dense models like; `Sequential` binds the parameters of one client after the other to one module,
-which is what convolutional models like on a CPU. Both give the same numbers up to rounding, and
+which is what convolutional models like on a CPU (engine/crew.py: several at a time, each on a
+module of its own). Both give the same numbers up to rounding, and
 nothing above them can tell which one is at work.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +75,13 @@ class Program:
         shared = self.shared.names if part != "personal" else ()
         personal = self.personal.names if part != "shared" else ()
         return shared + personal
+
+
+class OwnProgram(threading.local):
+    """A program for every thread, as a module can be bound to one client at a time."""
+
+    def __init__(self, task: Task, dtype: torch.dtype, device: torch.device) -> None:
+        self.program = Program.of(task, dtype, device)
 
 
 class Executor(Protocol):

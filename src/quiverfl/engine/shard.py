@@ -13,11 +13,13 @@ from torch import Tensor
 
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.crew import Crew
 from quiverfl.engine.evaluation import Metrics, evaluate, join, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.phases import Group, Trainer
-from quiverfl.engine.programs import Program, choose_executor
+from quiverfl.engine.programs import OwnProgram, choose_executor
 from quiverfl.errors import Diverged
+from quiverfl.memory import in_large_pages
 from quiverfl.methods.contract import (
     Message,
     Method,
@@ -64,10 +66,12 @@ class Shard:
         self._epochs = None if epochs_per_client is None else np.asarray(epochs_per_client)
         where = torch.device(device)
         self._executor = choose_executor(executor, task, where)
-        program = Program.of(task, dtype, where)
+        alone = self._executor.chunk == 1 and where.type == "cpu"
+        self._crew = Crew(len(self.ids) if alone else 1)
+        own = OwnProgram(task, dtype, where)
         examples = Examples(data.train, data, dtype, where)
         self._test = Examples(data.test, data, dtype, where)
-        self.trainer = Trainer(task, examples, training, self._executor, program, seed)
+        self.trainer = Trainer(task, examples, training, self._executor, self._crew, own, seed)
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         self.state: State = self._initial(examples.sizes, dtype, where, common_init)
         self.local: dict[int, Point] = {}
@@ -89,7 +93,7 @@ class Shard:
             state = self._method.init(self._task, Start(point, shared, int(sizes[row]), random))
             if stacked is None:
                 kind, count = type(state), len(self.ids)
-                stacked = [leaf.new_empty((count, *leaf.shape)) for leaf in state]
+                stacked = [in_large_pages(leaf.new_empty((count, *leaf.shape))) for leaf in state]
             for leaf, value in zip(stacked, state, strict=True):
                 leaf[row] = value
         return kind(*(stacked or ()))
@@ -116,7 +120,8 @@ class Shard:
     def train(self, round: int, active: Flags, keep: Flags | None = None) -> None:
         """Train the active rows; remember the trained model of those in `keep`."""
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
-        for group in self.groups(np.flatnonzero(active)):
+
+        def work(group: Group) -> None:
             state = self.rows(group.rows)
             for number, phase in enumerate(self._phases):
                 state = self._phase(phase, number, state, group, round)
@@ -127,6 +132,8 @@ class Shard:
                 self.local_metrics.pop(int(row), None)
             if keep is not None:
                 self.remember(group.rows[keep[group.rows]])
+
+        self._crew.each(work, self.groups(np.flatnonzero(active)))
 
     def _phase(
         self, phase: Train | Once, number: int, state: State, group: Group, round: int
@@ -202,13 +209,16 @@ class Shard:
         known = self.local_metrics if stage == "local" else {}
         fresh = np.array([row for row in everyone if int(row) not in known], dtype=np.int64)
         found: Metrics = {}
-        for group in self.groups(fresh, self._executor.evaluated):
+
+        def work(group: Group) -> None:
             point = self._adapted(self._stage(group.rows, stage), group)
             metrics = evaluate(
                 self._task, self.trainer.program, self._executor, self._test, point, group.rows
             )
             self._check_loss(metrics["loss"], group, round)
             join(found, metrics, group.rows, len(everyone))
+
+        self._crew.each(work, self.groups(fresh, self._executor.evaluated))
         for row, metrics_of_row in known.items():
             join(found, select(metrics_of_row), np.array([row]), len(everyone))
         if stage == "local":
