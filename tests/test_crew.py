@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -121,3 +127,41 @@ def test_work_that_is_broken_off_ends_at_its_next_step_and_the_crew_goes_on() ->
     crew.each(done.append, range(5))
     assert sorted(done) == list(range(5))
     crew.check()
+
+
+LONG = """
+[data]
+name = "synthetic"
+clients = 2
+partition = "iid"
+samples_per_client = 4000
+test_per_client = 10
+options = { shape = [3, 32, 32], train = 8000, test = 20 }
+[model]
+name = "cnn_small"
+[method]
+name = "dfedpgp"
+shared_epochs = 1000
+[topology]
+name = "random_push"
+neighbors = 1
+[run]
+threads = 2
+"""
+
+
+def test_ctrl_c_does_not_wait_for_the_clients_in_hand(tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(LONG)
+    command = [sys.executable, "-m", "quiverfl.cli.main", "run", "long.toml", "--out", "here"]
+    command = ["env", "--default-signal=INT", *command]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    end = time.monotonic() + 120
+    while sum(psutil.Process(process.pid).cpu_times()[:2]) < 8:  # starting takes less
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)  # the clients in hand would take hours
+    assert process.returncode == 130
+    assert b"`quiver resume here` goes on" in said
+    assert b"Traceback" not in said

@@ -35,7 +35,7 @@ app.add_typer(data.partition_app, name="partition")
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 interrupted, 2 something to mend, 3 training diverged."""
+    """Exit codes: 0 done, 2 something to mend, 3 training diverged, 130 interrupted (typer's)."""
     errors = Console(stderr=True, highlight=False)
     keep_freed_memory()
     try:
@@ -46,9 +46,6 @@ def main() -> None:
     except QuiverError as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
-        errors.print("interrupted; `quiver resume` goes on from the last checkpoint.")
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,13 @@ def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
 def _run(settings: Config, folder: Path, label: str, quiet: bool) -> dict[str, Any]:
     from quiverfl.experiment import run_in_folder
 
-    with progress(label, settings.run.rounds, quiet) as watcher:
-        return run_in_folder(settings, folder, watcher)
+    try:
+        with progress(label, settings.run.rounds, quiet) as watcher:
+            return run_in_folder(settings, folder, watcher)
+    except KeyboardInterrupt:
+        words = f"interrupted; `quiver resume {folder}` goes on from the last checkpoint."
+        Console(stderr=True, highlight=False).print(words, soft_wrap=True)
+        raise
 
 
 def _refuse_unfinished(folder: Path) -> None:

@@ -116,7 +116,7 @@ def carry_out(
             return run_cells(todo, places, jobs, watcher)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command goes on from the checkpoints.")
-        raise typer.Exit(1) from None
+        raise
 
 
 def _estimate(
