@@ -16,7 +16,7 @@ from quiverfl.engine.crew import Crew
 from quiverfl.topologies.graph import DENSE_LIMIT, Graph
 
 CHUNK_BYTES = 600_000
-NARROWEST = 64
+NARROWEST = 48
 """Columns, a multiple of a cache line as every width is; with many clients a chunk that fits the
 cache would be too narrow to read quickly."""
 DENSE_SHARE = 0.25
@@ -40,8 +40,11 @@ def mix(graph: Graph, leaf: Tensor, crew: Crew | None = None) -> Tensor:
     width = max(NARROWEST, width - width % NARROWEST)
 
     def work(columns: Tensor) -> None:
+        rows = leaf.new_empty(len(leaf), width)  # one buffer for all chunks
         for chunk in torch.split(columns, width, dim=1):
-            chunk.copy_(product(chunk))
+            if chunk.shape[1] < width:
+                rows = leaf.new_empty(chunk.shape)
+            chunk.copy_(product(rows.copy_(chunk)))
 
     if crew is None or leaf.device.type != "cpu":
         work(flat)
