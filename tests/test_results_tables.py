@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,14 @@ def test_other_numbers() -> None:
     assert numbers.signed(-0.00001, "accuracy") == "0.00"
     assert numbers.score(float("inf"), "loss") == "∞"
     assert numbers.score(0.12341, "loss") == "0.1234"
+
+
+def test_a_run_whose_data_lie_elsewhere_is_the_same_experiment(tmp_path: Path) -> None:
+    for seed, root in enumerate(("here", "there")):
+        folder = tmp_path / root
+        write_exact(folder, "fedavg", seed, [[0.4, 0.6], [0.7, 0.9]], [[0.1, 0.1], [0.2, 0.4]])
+        config = json.loads((folder / "config.json").read_text())
+        config["config"]["data"]["root"] = root
+        (folder / "config.json").write_text(json.dumps(config))
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert group.seeds == (0, 1)

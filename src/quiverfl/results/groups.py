@@ -23,6 +23,8 @@ _NOT_THE_EXPERIMENT = {
     "evaluate_every",
 }
 """Keys of `run` that change how an experiment is carried out, not which one it is."""
+_WHERE = "data.root"
+"""Nor is it another experiment because its data lie elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +103,7 @@ def settings(run: RunResult) -> dict[str, Any]:
         for key, value in flat({**run.config, "topology": run.topology_options}).items()
         if key.rsplit(".", 1)[-1] != "seed"
         and not key.startswith("overrides.")
+        and key != _WHERE
         and not (key.startswith("run.") and key.split(".")[1] in _NOT_THE_EXPERIMENT)
     }
 
