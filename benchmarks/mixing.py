@@ -13,7 +13,6 @@ from benchmarks.clock import CLOCKS, Kind, interleaved
 from benchmarks.figures import Figure, ratio
 from benchmarks.machine import available
 from quiverfl import keep_freed_memory
-from quiverfl.engine.crew import Crew
 from quiverfl.engine.mixing import mix
 from quiverfl.memory import in_large_pages
 from quiverfl.topologies import random_push
@@ -86,14 +85,14 @@ def main() -> None:
     parser.add_argument("kind", choices=list(CLOCKS))
     wanted = parser.parse_args()
     keep_freed_memory()
-    graph, crew = random_push(wanted.clients, NEIGHBORS)(0), Crew()
-    mix(graph, torch.ones(wanted.clients, 8), crew)  # what a first product loads is not its memory
+    graph = random_push(wanted.clients, NEIGHBORS)(0)
+    mix(graph, torch.ones(wanted.clients, 8))  # what a first product loads is not its memory
     leaf = in_large_pages(torch.empty(wanted.clients, wanted.parameters)).uniform_(-1, 1)
     before = peak()
-    mix(graph, leaf, crew)
+    mix(graph, leaf)
     extra = peak() - before
     other = in_large_pages(torch.empty_like(leaf)).zero_()
-    contestants = {"ours": lambda: mix(graph, leaf, crew), "copy": lambda: other.copy_(leaf)}
+    contestants = {"ours": lambda: mix(graph, leaf), "copy": lambda: other.copy_(leaf)}
     seconds = interleaved(contestants, wanted.repeats, wanted.kind)
     print(json.dumps({"extra": extra, "seconds": seconds}))
 

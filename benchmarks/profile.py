@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("work", choices=list(WORKS))
     parser.add_argument("--quick", action="store_true", help="a quarter of the clients")
     parser.add_argument("--evaluate", action="store_true", help="evaluation in place of a round")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1, help="of others nothing is seen")
     parser.add_argument("--out", type=Path, default=None, help="default: runs/bench/profile-….txt")
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)

@@ -9,6 +9,7 @@ first thread's arena, so all of them share it.
 from __future__ import annotations
 
 import ctypes
+import sys
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def in_large_pages(tensor: Tensor) -> Tensor:
     """
     begin = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE
     size = tensor.data_ptr() + tensor.nbytes - begin
-    if tensor.device.type == "cpu" and size >= LARGE_PAGE:
+    if sys.platform == "linux" and tensor.device.type == "cpu" and size >= LARGE_PAGE:
         try:
             madvise = ctypes.CDLL(None).madvise
         except (OSError, AttributeError, TypeError):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from quiverfl.cli.progress import progress
@@ -85,7 +86,7 @@ def compare(
         try:
             summaries[label] = _run(cell, folder / label, label, quiet or json_)
         except Diverged as error:  # the others are still worth having
-            diverged.append(error)
+            diverged.append(error.with_traceback(None))  # which would keep every state alive
     page = folder / "report.html"
     groups = write_report([folder / label for label, _ in cells], page)
     if json_:
@@ -139,13 +140,15 @@ def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
 
 def _run(settings: Config, folder: Path, label: str, quiet: bool) -> dict[str, Any]:
     from quiverfl.experiment import run_in_folder
+    from quiverfl.folder import RunFolder
 
     try:
         with progress(label, settings.run.rounds, quiet) as watcher:
             return run_in_folder(settings, folder, watcher)
     except KeyboardInterrupt:
-        words = f"interrupted; `quiver resume {folder}` goes on from the last checkpoint."
-        Console(stderr=True, highlight=False).print(words, soft_wrap=True)
+        if RunFolder(folder).holds_run():
+            words = f"interrupted; `quiver resume {folder}` goes on from the last checkpoint."
+            Console(stderr=True, highlight=False).print(escape(words), soft_wrap=True)
         raise
 
 

@@ -8,6 +8,7 @@ import torch
 
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program
+from quiverfl.engine.workers import check
 from quiverfl.task import Point, Task
 
 Metrics = dict[str, npt.NDArray[np.float64]]
@@ -33,6 +34,7 @@ def evaluate(
     sums = {name: torch.zeros(len(rows), dtype=torch.float64) for name in functions}
     slab = min(SLAB, max(1, TOGETHER // max(1, len(rows))))
     for begin in range(0, int(sizes.max(initial=0)), slab):
+        check()
         here = np.flatnonzero(sizes > begin)
         width = int(min(sizes[here].max() - begin, slab))
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)

@@ -10,7 +10,6 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from quiverfl.engine.crew import Crew
 from quiverfl.engine.mixing import mix
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
@@ -37,19 +36,18 @@ class MatrixExchange:
 
     def __init__(self, delay: int = 0) -> None:
         self._delay = delay
-        self._crew = Crew()
         self._due: dict[int, Message] = {}
         self._waiting: Message = {}
         self._mixed: Message = {}
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         if self._delay == 0:
-            self._mixed = {name: mix(graph, leaf, self._crew) for name, leaf in outbox.items()}
+            self._mixed = {name: mix(graph, leaf) for name, leaf in outbox.items()}
             return
         own = torch.from_numpy(graph.sparse.diagonal())
         others = _without_diagonal(graph)
         self._due[round + self._delay] = {
-            name: mix(others, leaf.clone(), self._crew) for name, leaf in outbox.items()
+            name: mix(others, leaf.clone()) for name, leaf in outbox.items()
         }
         self._mixed = {name: leaf * _like(own, leaf) for name, leaf in outbox.items()}
         self._deliver(self._due.pop(round, {}), _offline(graph))

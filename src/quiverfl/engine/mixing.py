@@ -1,7 +1,7 @@
 """mixed = P · messages for stacked clients, in place over column chunks.
 
 A chunk of columns of all clients fits the cache, so every number is read from and written to memory
-once, and the extra memory is a chunk or two for every worker of the crew. Few neighbours, the usual
+once, and the extra memory is a chunk or two for every worker. Few neighbours, the usual
 case: weighted sums of rows (`embedding_bag`). Many: a dense product.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quiverfl.engine.crew import Crew
+from quiverfl.engine.workers import side_by_side, worker_count
 from quiverfl.topologies.graph import DENSE_LIMIT, Graph
 
 CHUNK_BYTES = 600_000
@@ -23,7 +23,7 @@ DENSE_SHARE = 0.25
 """Above this share of non-zero weights the dense product is faster."""
 
 
-def mix(graph: Graph, leaf: Tensor, crew: Crew | None = None) -> Tensor:
+def mix(graph: Graph, leaf: Tensor) -> Tensor:
     """Σ_j P[i, j] · leaf_j for every i. The leaf's own memory is used; the result may be it.
 
     Where all rows of P are equal the leaf may hold the senders' messages alone, in their order,
@@ -46,11 +46,9 @@ def mix(graph: Graph, leaf: Tensor, crew: Crew | None = None) -> Tensor:
                 rows = leaf.new_empty(chunk.shape)
             chunk.copy_(product(rows.copy_(chunk)))
 
-    if crew is None or leaf.device.type != "cpu":
-        work(flat)
-    else:
-        chunks = max(1, -(-flat.shape[1] // width))
-        crew.each(work, torch.split(flat, width * -(-chunks // crew.workers), dim=1))
+    chunks = max(1, -(-flat.shape[1] // width))
+    workers = worker_count(chunks) if leaf.device.type == "cpu" else 1
+    side_by_side(work, torch.split(flat, width * -(-chunks // workers), dim=1), workers)
     return leaf
 
 

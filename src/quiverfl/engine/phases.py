@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.batches import Plan, batch_order, plan, sample_keys
-from quiverfl.engine.crew import Crew
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Gradient, OwnProgram, Program
 from quiverfl.engine.sgd import Descent
+from quiverfl.engine.workers import check
 from quiverfl.methods.contract import State, Train
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
@@ -39,7 +39,6 @@ class Trainer:
     examples: Examples
     training: Training
     executor: Executor
-    crew: Crew
     own: OwnProgram
     seed: int
     _head_is_last: bool | None = field(default=None, init=False)
@@ -84,7 +83,7 @@ class Trainer:
         rows, ids = group.rows[order], group.ids[order]
         gather, gradient = self._source(phase, point, rows)
         for step in range(int(batches.steps.max())):
-            self.crew.check()
+            check()
             k = int(np.count_nonzero(batches.steps > step))
             counts = batches.counts[order[:k], step]
             width = int(counts.max())

@@ -2,7 +2,7 @@
 
 `Vectorized` computes all clients of a chunk together (vmap: batched matrix products), which is what
 dense models like; `Sequential` binds the parameters of one client after the other to one module,
-which is what convolutional models like on a CPU (engine/crew.py: several at a time, each on a
+which is what convolutional models like on a CPU (engine/workers.py: several at a time, each on a
 module of its own). Both give the same numbers up to rounding, and
 nothing above them can tell which one is at work.
 """
@@ -82,6 +82,11 @@ class OwnProgram(threading.local):
 
     def __init__(self, task: Task, dtype: torch.dtype, device: torch.device) -> None:
         self.program = Program.of(task, dtype, device)
+        self._made_of = (task, dtype, device)
+
+    def __reduce__(self) -> tuple[type[OwnProgram], tuple[Task, torch.dtype, torch.device]]:
+        """To copy it is to make it anew; what belongs to threads cannot be copied."""
+        return OwnProgram, self._made_of
 
 
 class Executor(Protocol):
@@ -212,9 +217,13 @@ def _flat_gradient(loss: Tensor, leaves: list[Tensor], k: int) -> Tensor:
 
 
 def _bind(program: Program, named: dict[str, Tensor], trained: tuple[str, ...]) -> list[Tensor]:
-    """Make the module's parameters views of these tensors; the trained ones want a gradient."""
+    """Make the module's parameters views of these tensors; the trained ones want a gradient.
+
+    `.data`, since views of one tensor share its count of changes: another client's row that is
+    written meanwhile would look to autograd like a change of this one's.
+    """
     wanted = set(trained)
-    bound = {n: nn.Parameter(tensor, requires_grad=n in wanted) for n, tensor in named.items()}
+    bound = {n: nn.Parameter(tensor.data, requires_grad=n in wanted) for n, tensor in named.items()}
     for owner, leaf, name in program.places:
         owner._parameters[leaf] = bound[name]
     return [bound[name] for name in trained]

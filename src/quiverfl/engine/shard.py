@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
-from quiverfl.engine.crew import Crew
 from quiverfl.engine.evaluation import Metrics, evaluate, join, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.phases import Group, Trainer
 from quiverfl.engine.programs import OwnProgram, choose_executor
+from quiverfl.engine.workers import side_by_side, worker_count
 from quiverfl.errors import Diverged
 from quiverfl.memory import in_large_pages
 from quiverfl.methods.contract import (
@@ -66,12 +66,11 @@ class Shard:
         self._epochs = None if epochs_per_client is None else np.asarray(epochs_per_client)
         where = torch.device(device)
         self._executor = choose_executor(executor, task, where)
-        alone = self._executor.chunk == 1 and where.type == "cpu"
-        self._crew = Crew(len(self.ids) if alone else 1)
+        self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
         own = OwnProgram(task, dtype, where)
         examples = Examples(data.train, data, dtype, where)
         self._test = Examples(data.test, data, dtype, where)
-        self.trainer = Trainer(task, examples, training, self._executor, self._crew, own, seed)
+        self.trainer = Trainer(task, examples, training, self._executor, own, seed)
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         self.state: State = self._initial(examples.sizes, dtype, where, common_init)
         self.local: dict[int, Point] = {}
@@ -133,7 +132,11 @@ class Shard:
             if keep is not None:
                 self.remember(group.rows[keep[group.rows]])
 
-        self._crew.each(work, self.groups(np.flatnonzero(active)))
+        self._side_by_side(work, self.groups(np.flatnonzero(active)))
+
+    def _side_by_side(self, work: Callable[[Group], None], groups: Iterable[Group]) -> None:
+        workers = worker_count(len(self.ids)) if self._one_by_one else 1
+        side_by_side(work, groups, workers)
 
     def _phase(
         self, phase: Train | Once, number: int, state: State, group: Group, round: int
@@ -218,7 +221,7 @@ class Shard:
             self._check_loss(metrics["loss"], group, round)
             join(found, metrics, group.rows, len(everyone))
 
-        self._crew.each(work, self.groups(fresh, self._executor.evaluated))
+        self._side_by_side(work, self.groups(fresh, self._executor.evaluated))
         for row, metrics_of_row in known.items():
             join(found, select(metrics_of_row), np.array([row]), len(everyone))
         if stage == "local":

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
 import quiverfl as qv
-from quiverfl.engine.crew import Crew, Halted
+from quiverfl.engine.workers import Halted, check, side_by_side, worker_count
 from quiverfl.models import make_model
 from quiverfl.topologies import Topology
 
@@ -64,17 +69,51 @@ def test_side_by_side_every_number_is_that_of_one_after_the_other(
         assert all(tensor.isfinite().all() for tensor in one.values())
 
 
+class Stem(nn.Module):
+    """A model whose personal part is its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.body = nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(576, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.body(self.stem(x))
+        return logits
+
+
+def test_a_client_that_ends_while_another_differentiates_does_not_disturb_it() -> None:
+    x = torch.randn(24, 8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    clients = [(x[i, : 1 + i % 8], torch.arange(1 + i % 8) % 4) for i in range(24)]
+    qv.simulate(
+        qv.Task(Stem, personal=("stem",)),
+        qv.FederatedData.from_arrays(clients, clients, classes=4),
+        method=qv.FedRep(personal_epochs=3, shared_epochs=3),
+        topology=qv.full(clients=24),
+        training=qv.Training(lr=0.01, batch_size=2),
+        rounds=3,
+        threads=4,
+    )
+
+
+def test_what_a_run_holds_can_be_copied() -> None:
+    run = _run(qv.DFedPGP(), qv.random_push(clients=6, neighbors=2, seed=0), threads=2)
+    again = copy.deepcopy(run)
+    one, other = run.personal(0).state_dict(), again.personal(0).state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize(
-    ("threads", "clients", "workers"),
+    ("threads", "wanted", "workers"),
     [(1, 100, 1), (2, 100, 2), (2, 1, 1), (8, 3, 3), (8, 100, 8), (12, 100, 6), (16, 100, 8)],
 )
-def test_threads_are_divided_among_the_workers(threads: int, clients: int, workers: int) -> None:
+def test_threads_are_divided_among_the_workers(threads: int, wanted: int, workers: int) -> None:
     torch.set_num_threads(threads)
-    crew = Crew(clients)
-    assert crew.workers == workers
+    assert worker_count(wanted) == workers
     shares: list[int] = []
-    crew.each(lambda _: shares.append(torch.get_num_threads()), range(4 * workers))
+    side_by_side(lambda _: shares.append(torch.get_num_threads()), range(4 * workers), workers)
     assert set(shares) == {threads // workers}
+    assert len(shares) == 4 * workers
     assert torch.get_num_threads() == threads
     later: list[int] = []
     thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
@@ -84,8 +123,6 @@ def test_threads_are_divided_among_the_workers(threads: int, clients: int, worke
 
 
 def test_the_error_is_that_of_the_first_item_that_fails() -> None:
-    torch.set_num_threads(4)
-    crew = Crew(4)
     last_failed = threading.Event()
 
     def work(item: int) -> None:
@@ -98,12 +135,10 @@ def test_the_error_is_that_of_the_first_item_that_fails() -> None:
     for _ in range(20):
         last_failed.clear()
         with pytest.raises(ValueError, match="0"):
-            crew.each(work, range(4))
+            side_by_side(work, range(4), 4)
 
 
-def test_work_that_is_broken_off_ends_at_its_next_step_and_the_crew_goes_on() -> None:
-    torch.set_num_threads(2)
-    crew = Crew(2)
+def test_work_that_is_broken_off_ends_at_its_next_step_and_no_other_begins() -> None:
     begun, broken_off = threading.Event(), threading.Event()
 
     def work(item: int) -> None:
@@ -114,19 +149,58 @@ def test_work_that_is_broken_off_ends_at_its_next_step_and_the_crew_goes_on() ->
         begun.set()
         try:
             for _ in range(10_000):
-                crew.check()
+                check()
                 threading.Event().wait(0.001)
         except Halted:
             broken_off.set()
             raise
 
     with pytest.raises(KeyboardInterrupt):
-        crew.each(work, range(50))
+        side_by_side(work, range(50), 2)
     assert broken_off.is_set()
-    done: list[int] = []
-    crew.each(done.append, range(5))
-    assert sorted(done) == list(range(5))
-    crew.check()
+    check()  # nothing is left behind
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker")]
+
+
+def test_an_interruption_while_items_are_handed_out_ends_those_at_work() -> None:
+    begun: list[int] = []
+
+    def items() -> Iterator[int]:
+        yield from range(40)
+        raise KeyboardInterrupt
+
+    def work(item: int) -> None:
+        begun.append(item)
+        for _ in range(10_000):
+            check()
+            threading.Event().wait(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(work, items(), 2)
+    assert len(begun) <= 2
+
+
+def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
+    class Large:
+        pass
+
+    def fails() -> weakref.ref[Large]:
+        large = Large()
+
+        def work(item: int) -> None:
+            assert large
+            raise ValueError(item)
+
+        with contextlib.suppress(ValueError):
+            side_by_side(work, range(8), 2)
+        return weakref.ref(large)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert fails()() is None
+    finally:
+        gc.enable()
 
 
 LONG = """

@@ -1,0 +1,78 @@
+"""Work side by side in threads: clients, or columns of all clients.
+
+A convolution on a small batch leaves most of two or more threads waiting for each other; two
+clients with one thread each do not wait, and find their own numbers in their own cache. PyTorch
+leaves Python's lock while it computes. The threads live as long as the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+MOST = 8
+"""Workers, at most: each keeps the activations of a batch. Further threads are shared out."""
+
+
+class Halted(Exception):
+    """This item's work was broken off because the whole was."""
+
+
+class _Here(threading.local):
+    halt: threading.Event | None = None
+
+
+_here = _Here()
+
+
+def worker_count(wanted: int = MOST) -> int:
+    """As many as are wanted and as torch has threads for, which they divide among themselves."""
+    threads = torch.get_num_threads()
+    each = -(-threads // MOST)
+    return max(1, min(wanted, threads // each))
+
+
+def side_by_side(work: Callable[[Item], None], items: Iterable[Item], workers: int) -> None:
+    """Do the work for every item. If it fails, the error is that of the first item to fail."""
+    if workers == 1:
+        for item in items:
+            work(item)
+        return
+    threads, halt = torch.get_num_threads(), threading.Event()
+
+    def begin() -> None:
+        torch.get_num_threads()  # a thread's first look takes the default, whatever was set before
+        torch.set_num_threads(max(1, threads // workers))
+        _here.halt = halt
+
+    def begun(item: Item) -> None:
+        check()
+        work(item)
+
+    with ThreadPoolExecutor(workers, "worker", initializer=begin) as pool:
+        waiting: deque[Future[None]] = deque()
+        try:
+            waiting.extend(pool.submit(begun, item) for item in items)
+            while waiting:  # no name is kept: an error would hold what its own frame holds
+                waiting.popleft().result()
+        except BaseException:  # Ctrl-C is one: nobody shall wait for a long client to finish
+            halt.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            waiting.clear()
+            # A thread's number is its own, but setting it also sets what later threads start with.
+            torch.set_num_threads(threads)
+
+
+def check() -> None:
+    """Called between the steps of long work: ends it if the whole has been broken off."""
+    if _here.halt is not None and _here.halt.is_set():
+        raise Halted
