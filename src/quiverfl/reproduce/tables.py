@@ -124,7 +124,8 @@ def equal_steps_table(item: Item, results: Results, stages: Sequence[str]) -> Ta
     caption = [
         f"Test {METRIC} when a method has made at most the named number of local steps "
         "(mini-batches of all clients together), at the last evaluation before that; "
-        "the budget is what the method with the fewest steps made in all its rounds. "
+        "the budget is what the method with the fewest steps made in all its rounds; “–” where a "
+        "method was first evaluated beyond it (`--equal steps` gives every method as many). "
         "Learning rates follow the rounds, so a method cut short has not decayed its own.",
         seed_words(results.all_groups()),
     ]
