@@ -8,12 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from quiverfl.cli.overview import Account, _Bars, _Lines
 from quiverfl.config import Config, parse
 from quiverfl.data.sources import load_dataset
+from quiverfl.sweeps import estimate as estimating
 from quiverfl.sweeps.estimate import Estimate, cost_class, estimate, trial
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell
@@ -81,13 +83,21 @@ def test_each_kind_is_tried_once(tmp_path: Path) -> None:
     assert all(seconds is not None and seconds > 0 for seconds in found.seconds.values())
 
 
-def test_a_trial_grows_with_the_work_it_stands_for() -> None:
-    digits = load_dataset("digits")
-    little = config(data={"samples_per_client": 20}, run={"evaluate_every": 1000})
-    much = config(data={"samples_per_client": 110}, run={"evaluate_every": 1000})
-    pairs = [(trial(little, digits), trial(much, digits)) for _ in range(3)]
-    few, many = (min(seconds) for seconds in zip(*pairs, strict=True))
-    assert many > 2 * few  # 5.5 times as many samples
+@pytest.mark.parametrize(("samples", "steps"), [(20, 12 * 2), (110, 12 * 11)])
+def test_a_trial_is_scaled_to_the_work_it_stands_for(
+    samples: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock by which a step takes a second, a mixing or an evaluation half of one."""
+
+    def finished(self: Any, record: dict[str, Any]) -> None:
+        cost = {"train_seconds": float(np.sum(record["steps"])), "mix_seconds": 0.5}
+        self._records.append({**cost, "evaluate_seconds": 0.5})
+
+    monkeypatch.setattr(estimating._Keeping, "finished", finished)
+    wanted = config(data={"samples_per_client": samples}, run={"evaluate_every": 2})
+    # The trial has 10 clients with 10 samples, in training and in testing; the whole has 12.
+    expected = steps + 0.5 * 12 / 10 + 0.5 * (12 * 10) / (10 * 10) / 2
+    assert trial(wanted, load_dataset("digits")) == pytest.approx(expected)
 
 
 def test_what_cannot_be_tried_is_unknown_and_no_error(tmp_path: Path) -> None:
