@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quiverfl.data.batches import Plan, batch_order, plan, sample_keys
 from quiverfl.engine.examples import Examples
-from quiverfl.engine.programs import Executor, Gradient, OwnProgram, Program
+from quiverfl.engine.programs import Executor, Gradient, Program
 from quiverfl.engine.sgd import Descent
-from quiverfl.engine.workers import check
+from quiverfl.engine.workers import check, place
 from quiverfl.methods.contract import State, Train
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
@@ -39,13 +39,19 @@ class Trainer:
     examples: Examples
     training: Training
     executor: Executor
-    own: OwnProgram
+    dtype: torch.dtype
+    device: torch.device
     seed: int
     _head_is_last: bool | None = field(default=None, init=False)
+    _programs: dict[int, Program] = field(default_factory=dict, init=False)
 
     @property
     def program(self) -> Program:
-        return self.own.program
+        """The worker's own, as a module can be bound to one client at a time."""
+        here = place()
+        if here not in self._programs:
+            self._programs[here] = Program.of(self.task, self.dtype, self.device)
+        return self._programs[here]
 
     def train(
         self, phase: Train, number: int, state: State, group: Group, round: int, epochs: Integers

@@ -10,7 +10,6 @@ nothing above them can tell which one is at work.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,18 +74,6 @@ class Program:
         shared = self.shared.names if part != "personal" else ()
         personal = self.personal.names if part != "shared" else ()
         return shared + personal
-
-
-class OwnProgram(threading.local):
-    """A program for every thread, as a module can be bound to one client at a time."""
-
-    def __init__(self, task: Task, dtype: torch.dtype, device: torch.device) -> None:
-        self.program = Program.of(task, dtype, device)
-        self._made_of = (task, dtype, device)
-
-    def __reduce__(self) -> tuple[type[OwnProgram], tuple[Task, torch.dtype, torch.device]]:
-        """To copy it is to make it anew; what belongs to threads cannot be copied."""
-        return OwnProgram, self._made_of
 
 
 class Executor(Protocol):

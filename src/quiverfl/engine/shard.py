@@ -16,7 +16,7 @@ from quiverfl.data.federated import FederatedData
 from quiverfl.engine.evaluation import Metrics, evaluate, join, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.phases import Group, Trainer
-from quiverfl.engine.programs import OwnProgram, choose_executor
+from quiverfl.engine.programs import choose_executor
 from quiverfl.engine.workers import side_by_side, worker_count
 from quiverfl.errors import Diverged
 from quiverfl.memory import in_large_pages
@@ -67,10 +67,9 @@ class Shard:
         where = torch.device(device)
         self._executor = choose_executor(executor, task, where)
         self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
-        own = OwnProgram(task, dtype, where)
         examples = Examples(data.train, data, dtype, where)
         self._test = Examples(data.test, data, dtype, where)
-        self.trainer = Trainer(task, examples, training, self._executor, own, seed)
+        self.trainer = Trainer(task, examples, training, self._executor, dtype, where, seed)
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         self.state: State = self._initial(examples.sizes, dtype, where, common_init)
         self.local: dict[int, Point] = {}

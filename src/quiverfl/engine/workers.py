@@ -7,6 +7,7 @@ leaves Python's lock while it computes. The threads live as long as the call.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ class Halted(Exception):
 
 
 class _Here(threading.local):
+    place = 0
     halt: threading.Event | None = None
 
 
@@ -45,12 +47,12 @@ def side_by_side(work: Callable[[Item], None], items: Iterable[Item], workers: i
         for item in items:
             work(item)
         return
-    threads, halt = torch.get_num_threads(), threading.Event()
+    threads, halt, places = torch.get_num_threads(), threading.Event(), itertools.count()
 
     def begin() -> None:
         torch.get_num_threads()  # a thread's first look takes the default, whatever was set before
         torch.set_num_threads(max(1, threads // workers))
-        _here.halt = halt
+        _here.place, _here.halt = next(places), halt
 
     def begun(item: Item) -> None:
         check()
@@ -70,6 +72,11 @@ def side_by_side(work: Callable[[Item], None], items: Iterable[Item], workers: i
             waiting.clear()
             # A thread's number is its own, but setting it also sets what later threads start with.
             torch.set_num_threads(threads)
+
+
+def place() -> int:
+    """Which of the workers this is; 0 outside of them, as nothing else is at work there then."""
+    return _here.place
 
 
 def check() -> None:
