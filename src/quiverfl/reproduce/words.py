@@ -44,12 +44,17 @@ def _epoch_words(groups: list[Group]) -> str:
 
 
 def _training_words(groups: list[Group], key: str, word: str) -> str:
-    values = list(dict.fromkeys(str(_option(group, "training", key)) for group in groups))
+    values = list(dict.fromkeys(_shown(_option(group, "training", key)) for group in groups))
     if values == ["None"]:
         return "no clipping" if key == "clip_norm" else ""
     if len(values) == 1:
         return f"{word} {values[0]}"
     return f"{word} {' / '.join(value.replace('None', 'as lr') for value in values)} by method"
+
+
+def _shown(value: Any) -> str:
+    """A decay that was spread over more rounds has more digits than anybody reads."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _graph_words(groups: list[Group]) -> str:
