@@ -12,9 +12,13 @@ from quiverfl.seeds import hashed, stream
 
 
 def test_a_stream_depends_on_every_argument_and_on_nothing_else() -> None:
+    arguments: list[tuple[int, str, tuple[int, ...]]] = [
+        *((0, "a", ()), (1, "a", ()), (0, "b", ())),
+        *((0, "a", (0,)), (0, "a", (0, 1)), (0, "a", (1, 0))),
+    ]
     draws = {
-        tuple(stream(*arguments).integers(0, 2**62, 4))  # type: ignore[arg-type]
-        for arguments in [(0, "a"), (1, "a"), (0, "b"), (0, "a", 0), (0, "a", 0, 1), (0, "a", 1, 0)]
+        tuple(stream(seed, purpose, *coordinates).integers(0, 2**62, 4))
+        for seed, purpose, coordinates in arguments
     }
     assert len(draws) == 6
     np.random.seed(1)  # noqa: NPY002 - to show that it is not read

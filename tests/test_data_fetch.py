@@ -6,6 +6,7 @@ import hashlib
 import io
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from quiverfl.data.sources.fetch import Download, fetch
 from quiverfl.errors import QuiverError
 
 Files = dict[str, bytes]
+Pack = Callable[[Files, Path], Path]
 GOOD: Files = {"set/a.bin": b"a" * 1000, "set/inner/b.bin": b"b"}
 
 
@@ -60,7 +62,7 @@ def contents(root: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("pack", [tar_of, zip_of])
-def test_an_archive_is_fetched_and_unpacked(pack, published: Path, root: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_archive_is_fetched_and_unpacked(pack: Pack, published: Path, root: Path) -> None:
     path = pack(GOOD, published / ("set.zip" if pack is zip_of else "set.tar.gz"))
     seen: list[tuple[str, int, int | None]] = []
     assert fetch([download_of(path)], root, lambda *what: seen.append(what))
@@ -127,7 +129,9 @@ def test_an_archive_carried_by_hand_is_used(published: Path, root: Path) -> None
     ],
 )
 @pytest.mark.parametrize("pack", [tar_of, zip_of])
-def test_archives_cannot_write_elsewhere(pack, files: Files, published: Path, root: Path) -> None:  # type: ignore[no-untyped-def]
+def test_archives_cannot_write_elsewhere(
+    pack: Pack, files: Files, published: Path, root: Path
+) -> None:
     path = pack(files, published / ("set.zip" if pack is zip_of else "set.tar.gz"))
     with pytest.raises(QuiverError, match=r"outside of set: not unpacked|holds no files"):
         fetch([download_of(path)], root, silent)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Options:
     size: int = 1000
     rounds: int = 1_000_000
     neighbours: int = 2
-    mode: str = "async"
+    mode: Literal["sync", "async"] = "async"
     seconds: float = 0.01
     rate: float = 0.3
     deadline: float = 60.0
@@ -131,7 +131,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
         store = create_store(folder / "store", learner, terms, trace)
     settings = Settings(
         rounds=options.rounds,
-        mode=options.mode,  # type: ignore[arg-type]
+        mode=options.mode,
         deadline=options.deadline,
         linger=options.linger,
         bind=roster.member(name).address,

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +308,9 @@ def test_metrics_are_served_on_loopback_only(tmp_path: Path) -> None:
         serve_metrics("0.0.0.0:1", tally, dict)
 
 
-def test_the_personal_part_never_appears_on_the_wire(tmp_path: Path) -> None:
+def test_the_personal_part_never_appears_on_the_wire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two real DFedPGP clients; everything that either sends is read."""
     folders = make_swarm(tmp_path / "swarm", 2, rounds=3, mode="sync")
     wire = bytearray()
@@ -318,7 +321,7 @@ def test_the_personal_part_never_appears_on_the_wire(tmp_path: Path) -> None:
         nodes = [await assemble(folder) for folder in folders.values()]
         for node in nodes:
             node.tally.tap = wire.extend
-            _watch(node, heads, bodies)
+            monkeypatch.setattr(node.learner, "train", _watched(node, heads, bodies))
         await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
         for node in nodes:
             node.store.close()
@@ -332,8 +335,10 @@ def test_the_personal_part_never_appears_on_the_wire(tmp_path: Path) -> None:
         assert all(head[at : at + 2].tobytes() not in wire for at in range(0, len(head) - 1, 2))
 
 
-def _watch(node: Node, heads: list[np.ndarray], bodies: list[np.ndarray]) -> None:
-    """Keep every personal and shared vector that training makes."""
+def _watched(
+    node: Node, heads: list[np.ndarray], bodies: list[np.ndarray]
+) -> Callable[[int, bool], None]:
+    """Training that keeps every personal and shared vector it makes."""
     train = node.learner.train
 
     def watched(round: int, active: bool) -> None:
@@ -342,4 +347,4 @@ def _watch(node: Node, heads: list[np.ndarray], bodies: list[np.ndarray]) -> Non
         heads.append(node.learner.rest()["v"])
         bodies.append(node.learner.message()["u"])
 
-    node.learner.train = watched  # type: ignore[method-assign]
+    return watched

@@ -25,19 +25,12 @@ from .test_refusals import Caller
 PARAMETERS = 11_168_832
 
 
-class _Remote:
-    """What Caller needs to know of a peer in another process."""
-
-    def __init__(self, terms: Terms) -> None:
-        self._terms = terms
-
-
 async def _rate(swarm: Swarm, payload: bytes, seqs: range) -> float:
     folder = swarm.folders["peer-1"]
     manifest = Manifest.of({"u": np.zeros(PARAMETERS, dtype=np.float32)})
     terms = Terms("test", "peer-1", "c" * 64, manifest)
     address = Roster.read(folder / ROSTER).member("peer-0").address
-    caller = Caller(_Remote(terms), address, Identity.read(folder))  # type: ignore[arg-type]
+    caller = Caller(terms, address, Identity.read(folder))
     for _ in range(120):
         try:
             await caller.hello()

@@ -34,7 +34,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def worker_count(wanted: int = MOST) -> int:
+def worker_count(wanted: int) -> int:
     """As many as are wanted and as torch has threads for, which they divide among themselves."""
     threads = torch.get_num_threads()
     each = -(-threads // MOST)

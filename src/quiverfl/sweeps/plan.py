@@ -213,8 +213,10 @@ def _laid_over(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:
     merged = dict(base)
     for key, value in case.items():
         old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _laid_over(old, value) if both else value  # type: ignore[arg-type]
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = _laid_over(old, value)
+        else:
+            merged[key] = value
     return merged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import SupportsIndex
 
 from quiverfl.errors import QuiverError
 
@@ -10,8 +11,10 @@ from quiverfl.errors import QuiverError
 def whole(topology: str, option: str, value: object, low: int, high: int | None, why: str) -> int:
     """The value as an int in low … high, or a sentence saying why not."""
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+        if not isinstance(value, SupportsIndex):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:  # also an array's, which has an index only if it holds one number
         raise QuiverError(f"{topology}: {option} = {value!r}: it must be a whole number.") from None
     if number < low or (high is not None and number > high):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
