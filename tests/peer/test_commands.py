@@ -110,6 +110,9 @@ def test_two_wards_from_certificates_to_export(tmp_path: Path) -> None:
     assert report["passed"]
     assert (report["error"], report["in_flight"], report["transfers"]) == (0, 0, 6)
     assert "passed" in quiver("audit", *folders)
+    alone = quiver("audit", folders[0], code=7)
+    assert "INCOMPLETE" in alone
+    assert "ward-1" in alone
     with pytest.raises(QuiverError, match="given twice"):
         quiver("audit", *folders, folders[0])
     north, south = (read_statement(folder / "store") for folder in folders)

@@ -77,6 +77,7 @@ def test_a_leaving_peer_gives_everything_away(tmp_path: Path) -> None:
     assert report.passed, report.problems
     rest = audit(found[1:])  # the leaver's books are not even needed
     assert rest.passed, rest.problems
+    assert (report.missing, rest.missing) == ([], ["peer-0"])
     assert report.units + report.in_flight == 4 * UNIT
     assert (folders[0] / "store" / "personal.safetensors").exists()
 
@@ -112,7 +113,8 @@ def test_a_lost_peer_is_evicted_and_joins_with_a_new_store(tmp_path: Path) -> No
     asyncio.run(scenario())
     report = audit(statements(folders))
     assert report.passed, report.problems
-    assert any("~" in name for name in report.outside)  # the lost incarnation is on record
+    assert any("~" in name for name in report.evicted)  # the lost incarnation is on record
+    assert report.complete  # which needs no store of it
 
 
 def test_a_new_store_under_an_old_name_is_not_accepted(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_who_is_not_known_is_not_answered(tmp_path: Path, folders: list[Path]) -
     genuine = Identity.read(folders[1])
 
     async def attempt(node: Node, papers: Identity) -> grpc.StatusCode:
-        caller = Caller(node._terms, address(folders[0]), papers)
+        caller = Caller(node.terms, address(folders[0]), papers)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await caller.hello()
         await caller.channel.close()
@@ -182,7 +182,7 @@ def test_the_caller_refuses_a_server_with_another_name(folders: list[Path]) -> N
 def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node._terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
             before = node.books.accounts
             for changes, word in [
                 ({"protocol": 2}, "protocol"),
@@ -209,7 +209,7 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
 def test_transfers_that_are_refused_change_nothing(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node._terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
             assert (await caller.push()).reason.startswith("stranger")
             await caller.hello()
             before = node.books.accounts
@@ -243,7 +243,7 @@ def test_transfers_that_are_refused_change_nothing(folders: list[Path]) -> None:
 def test_replays_are_acknowledged_and_not_counted_twice(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node._terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
             await caller.hello()
             assert (await caller.push()).word == "applied"
             assert node.books.accounts.units == UNIT + UNIT // 4
@@ -269,7 +269,7 @@ def test_content_that_is_refused_is_refused_for_good(folders: list[Path]) -> Non
     async def scenario() -> None:
         limits = {"mass_cap": UNIT, "outlier": "refuse"}
         async with running(folders[0], limits=limits) as node:
-            caller = Caller(node._terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
             await caller.hello()
             for seq, payload, units, reason in [
                 (1, poison, 5, "not finite"),
@@ -295,7 +295,7 @@ def test_content_that_is_refused_is_refused_for_good(folders: list[Path]) -> Non
 def test_only_its_owner_orders_a_peer(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node._terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
             call = caller.channel.unary_unary(f"/{SERVICE}/Order")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(wire.encode(Order(action="stop")), timeout=5)

@@ -11,84 +11,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from quiverfl.cli.peer_certs import certs
 from quiverfl.errors import QuiverError
 
 if TYPE_CHECKING:
     from quiverfl.peer.folder import PeerFolder
 
 app = typer.Typer(help="Run as a peer between real machines.", no_args_is_help=True)
-certs = typer.Typer(help="Keys and certificates of a run.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
 
 Folder = Annotated[Path, typer.Argument(help="The peer's folder.")]
-Authority = Annotated[Path, typer.Argument(help="The folder of the run's authority.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
-EXIT_STORE, EXIT_RESTORED, EXIT_UNDELIVERED = 4, 5, 6
+EXIT_STORE, EXIT_RESTORED, EXIT_UNDELIVERED, EXIT_INCOMPLETE = 4, 5, 6, 7
 """Beside 0 done, 2 something to mend, 3 diverged: the disk; a restored backup; shares that could
-not be delivered before the peer ended, safe in its outbox."""
-
-
-@certs.command("init")
-def certs_init(
-    authority: Authority,
-    run: Annotated[str, typer.Option(help="The run's name.")],
-    peer: Annotated[list[str], typer.Option(help="NAME=HOST:PORT, once per peer, in order.")],
-) -> None:
-    """Make an authority, a key per peer (in AUTHORITY/NAME) and the roster."""
-    from quiverfl.peer import identity
-    from quiverfl.peer.roster import ROSTER, Member, Roster
-
-    pairs = [_pair(text) for text in peer]
-    identity.create_authority(authority, run)
-    members = [
-        Member(name, address, (identity.issue(authority, name, authority / name),))
-        for name, address in pairs
-    ]
-    roster = Roster(run, tuple(members))
-    roster.write(authority / ROSTER)
-    print(f"{len(members)} peers: give each its folder of {authority} and {authority / ROSTER}.")
-    print(f"{authority / identity.AUTHORITY_KEY} admits peers to the run: keep it offline.")
-
-
-@certs.command("issue")
-def certs_issue(
-    authority: Authority,
-    name: Annotated[str, typer.Argument(help="The new peer's name.")],
-    address: Annotated[str, typer.Option(help="HOST:PORT of the new peer.")],
-) -> None:
-    """A key for one more peer, added to the roster."""
-    from dataclasses import replace
-
-    from quiverfl.peer import identity
-    from quiverfl.peer.roster import ROSTER, Member, Roster
-
-    roster = Roster.read(authority / ROSTER)
-    if name in roster.names:
-        raise QuiverError(f"{name!r} is in the roster: quiver peer certs rotate renews its key.")
-    key = identity.issue(authority, name, authority / name)
-    member = Member(name, address, (key,))
-    replace(roster, members=(*roster.members, member)).write(authority / ROSTER)
-    print(f"Copy {authority / ROSTER} to every peer, {authority / name} to {name!r} alone.")
-
-
-@certs.command("rotate")
-def certs_rotate(
-    authority: Authority,
-    name: Annotated[str, typer.Argument(help="The peer whose key is renewed.")],
-    forget_old: Annotated[
-        bool, typer.Option(help="Refuse the old key at once: it was stolen.")
-    ] = False,
-) -> None:
-    """A new key for a peer; running peers take it without a restart."""
-    from quiverfl.peer import identity
-    from quiverfl.peer.roster import ROSTER, Roster
-
-    roster = Roster.read(authority / ROSTER)
-    roster.member(name)
-    key = identity.issue(authority, name, authority / name)
-    roster.with_key(name, key, keep_old=not forget_old).write(authority / ROSTER)
-    print(f"First copy {authority / ROSTER} to every peer, then {authority / name} to {name!r}.")
+not be delivered before the peer ended, safe in its outbox; an audit without every peer's store."""
 
 
 @app.command("init")
@@ -217,7 +154,7 @@ def audit(
     ] = False,
     json_: AsJson = False,
 ) -> None:
-    """Prove that no mass was lost or counted twice; exit code 1 if it was."""
+    """Prove that no mass was lost or counted twice; exit code 1 if it was, 7 if a store lacks."""
     from quiverfl.peer.audit import audit as audited
     from quiverfl.peer.folder import STORE
     from quiverfl.peer.schema import read_statement
@@ -225,12 +162,13 @@ def audit(
     stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
     report = audited([read_statement(store) for store in stores], live=live)
     if json_:
-        values = vars(report)
-        print(json.dumps({**values, "error": report.error, "passed": report.passed}))
+        print(json.dumps(report.values()))
     else:
         print("\n".join(report.lines()))
     if not report.passed:
         raise typer.Exit(1)
+    if not report.complete:
+        raise typer.Exit(EXIT_INCOMPLETE)
 
 
 @app.command("export")
@@ -239,42 +177,10 @@ def export(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("model.safetensors"),
 ) -> None:
     """Write the personal model as safetensors, and how to load it."""
-    import safetensors
-    import safetensors.numpy
+    from quiverfl.cli.peer_export import export_model
 
-    from quiverfl.cli.peer_setup import configuration, dataset_of, restored_learner
-
-    opened = _read(folder)
-    tensors = restored_learner(opened).model()
-    config = configuration(opened)
-    dataset = dataset_of(opened, config)
-    options = config.model.options()
-    about = {
-        "model": {"name": config.model.name, **options},
-        "input_shape": dataset.input_shape,
-        "classes": dataset.class_names,
-        "mean": dataset.mean,
-        "std": dataset.std,
-        "scale": 255 if dataset.train_x.dtype.kind == "u" else 1,
-    }
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.numpy.save_file(tensors, str(out), {"peer": opened.own.name, "format": "pt"})
-        out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
-    except (OSError, safetensors.SafetensorError) as problem:
-        raise QuiverError(f"--out {out}: cannot be written: {problem}") from problem
-    made = [config.model.name, dataset.input_shape, dataset.classes]
-    words = [repr(value) for value in made] + [f"{key}={value!r}" for key, value in options.items()]
-    print(
-        f"{len(tensors)} tensors in {out}; {out.with_suffix('.json')} says what they are made for."
-    )
-    print("To load them:")
-    print("    from safetensors.torch import load_file")
-    print("    from quiverfl.models import make_model")
-    print(f"    model = make_model({', '.join(words)})")
-    print(f"    model.load_state_dict(load_file({str(out)!r}))")
-    if dataset.mean:
-        print("Give it (x / scale - mean) / std per column or channel, with those of the .json.")
+    for line in export_model(_read(folder), out):
+        print(line)
 
 
 @app.command("demo")
@@ -300,13 +206,6 @@ def _read(folder: Path) -> PeerFolder:
     from quiverfl.peer.folder import PeerFolder
 
     return PeerFolder.read(folder)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, address = text.partition("=")
-    if not separator or ":" not in address:
-        raise QuiverError(f"--peer {text!r}: write NAME=HOST:PORT.")
-    return name, address
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -270,6 +270,5 @@ def write_report(root: Path, demo: Demo, report: Report, seconds: float) -> Path
     lines += ["", "## Audit", "", "```", *report.lines(), "```", ""]
     lines.append("Again: `quiver peer audit " + " ".join(demo.folders) + "` in this folder.")
     (root / "report.md").write_text("\n".join(lines) + "\n")
-    values = {**vars(report), "error": report.error, "passed": report.passed}
-    (root / "audit.json").write_text(json.dumps(values, indent=1) + "\n")
+    (root / "audit.json").write_text(json.dumps(report.values(), indent=1) + "\n")
     return root / "report.md"

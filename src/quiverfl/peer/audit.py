@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.ledger import UNIT, Transfer
+from quiverfl.peer.ledger import PAST, UNIT, Transfer
 
 ROUNDING = 2.0**-20
 """Bound on a recorded float32 rounding, relative to the sum of magnitudes it happened in."""
@@ -81,7 +82,8 @@ class Report:
     refunded: int = 0
     written_off: int = 0
     skewed: int = 0  # applied by the receiver, not in the sender's (older) statement
-    outside: list[str] = field(default_factory=list)
+    evicted: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # dealt with, but no store of theirs is here
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -93,6 +95,16 @@ class Report:
     def passed(self) -> bool:
         return not self.problems
 
+    @property
+    def complete(self) -> bool:
+        """Every link was seen from both ends."""
+        return not self.missing
+
+    def values(self) -> dict[str, Any]:
+        """Everything, for machines."""
+        derived = {"error": self.error, "passed": self.passed, "complete": self.complete}
+        return {**vars(self), **derived}
+
     def lines(self) -> Iterator[str]:
         yield f"peers            {self.peers}"
         yield f"mass in accounts {self.units / UNIT:.6f}"
@@ -103,12 +115,24 @@ class Report:
         yield f"transfers        {self.transfers} ({self.refunded} refunded)"
         if self.written_off:
             yield f"written off      {self.written_off / UNIT:.6f}"
-        if self.outside:
-            yield f"outside          {', '.join(self.outside)} (evicted, or no store given)"
+        if self.evicted:
+            yield f"evicted          {', '.join(self.evicted)}"
         if self.skewed:
             yield f"skewed           {self.skewed} transfers between stores read at two moments"
         yield from self.problems
-        yield "passed" if self.passed else "FAILED"
+        yield self.verdict
+
+    @property
+    def verdict(self) -> str:
+        if not self.passed:
+            return "FAILED"
+        if self.complete:
+            return "passed"
+        return (
+            f"INCOMPLETE: nothing wrong in the stores given, but none is of "
+            f"{', '.join(self.missing)}: what was exchanged with them was seen from one end only. "
+            "Give the store of every peer."
+        )
 
 
 def audit(statements: Iterable[Statement], *, live: bool = False) -> Report:
@@ -133,7 +157,9 @@ def audit(statements: Iterable[Statement], *, live: bool = False) -> Report:
     _links(inside, report, live)
     named = {s.transfer.receiver for b in inside.values() for s in b.sent}
     named |= {r.transfer.sender for b in inside.values() for r in b.received}
-    report.outside = sorted((named | evicted) - set(inside))
+    evicted |= {name for name in named if PAST in name}
+    report.evicted = sorted(evicted)
+    report.missing = sorted(named - evicted - set(inside))
     if report.error:
         report.problems.append(
             f"Σμ is off by {report.error} units ({report.error / UNIT:+.6f}): mass was "

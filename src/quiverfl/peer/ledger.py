@@ -24,6 +24,8 @@ UNIT = 2**48
 """μ = 1."""
 PUSH_FLOOR = UNIT // 16
 """Below this a peer pushes only if something has arrived since its last push."""
+PAST = "~"
+"""PEER~STORE is how the books call an evicted peer's past; no peer's name has this sign."""
 
 
 @dataclass(frozen=True)

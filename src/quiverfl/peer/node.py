@@ -1,10 +1,9 @@
-"""A running peer: its rounds and its end.
+"""A running peer: what its rounds (rounds.py) and its end (ending.py) are made of.
 
     train → split → commit → send        (push)
     wait or not → merge → commit → ack   (absorb)
 
-In sync mode a round waits for the shares its graph promises, or for a deadline; in async mode it
-takes what has come. Training runs off the event loop: calls are answered meanwhile.
+Training runs off the event loop: calls are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import ending, ledger
+from quiverfl.peer import ending
 from quiverfl.peer.books import Books
 from quiverfl.peer.desk import FrontDesk
-from quiverfl.peer.learner import Learner, column, expected_senders
+from quiverfl.peer.learner import Learner
 from quiverfl.peer.neighbours import Condition, Neighbours
 from quiverfl.peer.reception import Reception
 from quiverfl.peer.roster import ROSTER, LiveRoster
+from quiverfl.peer.rounds import rounds
 from quiverfl.peer.server import PeerService, Server
 from quiverfl.peer.settings import Outcome, Settings
 from quiverfl.peer.store import Store, Trace
@@ -51,14 +51,14 @@ class Node:
         trace: Trace = lambda point: None,
     ) -> None:
         limits = limits or Limits()
-        self.learner, self._topology, self.store, self._keys = learner, topology, store, keys
-        self.settings, self._terms, self._keepalive = settings, terms, limits.keepalive_seconds
-        self._record, self._log, self.tally = record, Log(terms.name), Tally()
+        self.learner, self.topology, self.store, self._keys = learner, topology, store, keys
+        self.settings, self.terms, self._keepalive = settings, terms, limits.keepalive_seconds
+        self.record, self.log, self.tally = record, Log(terms.name), Tally()
         self._roster = LiveRoster(keys / ROSTER)
-        self._names = self._roster.current.names
-        self._me = self._roster.current.number(terms.name)
+        self.names = self._roster.current.names
+        self.number = self._roster.current.number(terms.name)
         self.books = Books(store, terms.manifest)
-        self.reception = Reception(self.books, terms, limits, self.tally, self._log, trace)
+        self.reception = Reception(self.books, terms, limits, self.tally, self.log, trace)
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)
         self.neighbours = Neighbours(
             self._roster,
@@ -70,7 +70,7 @@ class Node:
             self.condition,
             trust_store=settings.trust_store,
             tally=self.tally,
-            log=self._log,
+            log=self.log,
             trace=trace,
             changed=self.reception.changed.set,
         )
@@ -92,11 +92,11 @@ class Node:
         tasks = [asyncio.create_task(c.run()) for c in self.neighbours.couriers.values()]
         for task in tasks:
             task.add_done_callback(self._courier_ended)
-        self._log("started", round=self.books.accounts.round, port=server.port)
+        self.log("started", round=self.books.accounts.round, port=server.port)
         try:
             await self.neighbours.tell(set(self.neighbours.couriers))
             await self._restore()
-            await self._rounds()
+            await rounds(self)
             await ending.end(self)
         finally:
             self.state = "stopping"
@@ -115,19 +115,19 @@ class Node:
 
     def _service(self) -> PeerService:
         desk = FrontDesk(
-            self._terms,
+            self.terms,
             self._keys,
             self.books,
             self.reception,
             self.neighbours,
             self.tally,
-            self._log,
+            self.log,
             status=self.status,
             stop=self.stop,
             leave=self.leave,
             fail=self._fail,
         )
-        return PeerService(desk, self._roster, self.tally, self._log)
+        return PeerService(desk, self._roster, self.tally, self.log)
 
     def _outcome(self) -> Outcome:
         accounts = self.books.accounts
@@ -136,7 +136,7 @@ class Node:
         outcome = Outcome(
             self.finished, left, self.stopping, waiting, self.metrics, self._problems()
         )
-        self._log("stopped", round=accounts.round, **vars(outcome))
+        self.log("stopped", round=accounts.round, **vars(outcome))
         return outcome
 
     def stop(self) -> None:
@@ -152,7 +152,7 @@ class Node:
 
     def _fail(self, problem: QuiverError) -> None:
         self._broken = self._broken or problem
-        self._log.alarm("failed", reason=str(problem))
+        self.log.alarm("failed", reason=str(problem))
         self.stop()
 
     def _courier_ended(self, task: asyncio.Task[None]) -> None:
@@ -181,97 +181,7 @@ class Node:
         accounts = self.books.accounts
         return accounts.round >= self.settings.rounds and not accounts.outbox
 
-    # Rounds
-
-    async def _rounds(self) -> None:
-        while self.books.accounts.round < self.settings.rounds:
-            if self.stopping or self.condition.leaving:
-                return
-            await self._round(self.books.accounts.round)
-
-    async def _round(self, t: int) -> None:
-        graph = self._topology(t)
-        line: dict[str, Any] = {"round": t}
-        if not self.books.accounts.pushed:
-            self.state = "training"
-            await self.off_loop(self.learner.train, t, bool(graph.active[self._me]))
-            line["local"] = await self._evaluated(t, "local")
-            self.state = "pushing"
-            if self.stopping or not await self._push(t, column(graph, self._names, self._me)):
-                return
-        self.state = "waiting"
-        if self._sync:
-            await self._gather(t, expected_senders(graph, self._names, self._me))
-        else:
-            await self._breathe(t)
-        if self.stopping:
-            return
-        await self.absorb(t if self._sync else None, finish=True)
-        line["mixed"] = await self._evaluated(t, "mixed")
-        self.metrics = line["mixed"] or self.metrics
-        line |= {"mass": self.books.mass, "sent_bytes": self.tally.counts["sent_bytes"]}
-        self.tally.add("rounds")
-        self._record(line)
-        self._log("round", **line)
-
-    @property
-    def _sync(self) -> bool:
-        return self.settings.mode == "sync"
-
-    async def _evaluated(self, t: int, stage: str) -> dict[str, float]:
-        last = t + 1 >= self.settings.rounds
-        if (t + 1) % self.settings.evaluate_every and not last:
-            return {}
-        return await self.off_loop(self.learner.evaluate, t, stage)
-
-    async def _push(self, t: int, weights: dict[str, float]) -> bool:
-        """Split and commit; False if there was no time for it before the end."""
-        neighbours, others = self.neighbours, set(weights) - {self._terms.name}
-        if self._sync:
-            ready = others - neighbours.outside()
-            await self.until(
-                lambda: all(neighbours.free(p) for p in ready - neighbours.absent), None
-            )
-            neighbours.absent |= {peer for peer in ready if not neighbours.free(peer)}
-            if self.stopping:
-                return False
-        cautious = not self._sync or bool(neighbours.absent)
-        may = not cautious or ledger.may_push(self.books.accounts)
-        chosen = {
-            p: w for p, w in weights.items() if p not in others or (may and neighbours.free(p))
-        }
-        parts = ledger.as_parts(chosen)
-        home = parts.pop(self._terms.name, 0)
-        message = await self.off_loop(self.learner.message)
-        rest = await self.off_loop(self.learner.rest)
-        for transfer in await self.books.push(t, message, rest, parts, home):
-            neighbours.couriers[transfer.receiver].wake()
-        return True
-
-    async def _gather(self, t: int, expected: set[str]) -> None:
-        """Until every promised share is here, or the deadline: late ones merge in a later round."""
-        neighbours = self.neighbours
-
-        def missing() -> set[str]:
-            here = {p for p, s in self.reception.staged.items() if s.transfer.round >= t}
-            return expected - here - neighbours.outside() - neighbours.absent - neighbours.done
-
-        await self.until(lambda: not missing(), None)
-        late = missing()
-        if late and not self.stopping:
-            self._log("deadline", round=t, missing=sorted(late))
-            neighbours.absent |= late
-
-    async def _breathe(self, t: int) -> None:
-        """Async: go on at once, unless asked to pause or too far ahead of the slowest heard."""
-        if self.settings.pause:
-            await self.until(lambda: False, self.settings.pause)
-        bound, heard = self.settings.staleness, self.reception.heard
-        if bound is not None:
-            away = self.neighbours.done | self.neighbours.outside()
-            await self.until(
-                lambda: all(heard[peer] >= t - bound for peer in set(heard) - away), None
-            )
+    # What rounds and the end are made of
 
     async def until(self, condition: Callable[[], bool], seconds: float | None) -> None:
         """Wait for a condition, the deadline, or the order to stop or leave."""
@@ -328,7 +238,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         return {
-            "name": self._terms.name,
+            "name": self.terms.name,
             "state": self.state,
             "rounds": self.settings.rounds,
             **self.gauges(),

@@ -27,7 +27,7 @@ from quiverfl.peer.files import (
     remove_all_but,
     write_durably,
 )
-from quiverfl.peer.ledger import Accounts, Transfer
+from quiverfl.peer.ledger import PAST, Accounts, Transfer
 from quiverfl.peer.manifest import Leaves
 
 Trace = Callable[[str], None]
@@ -177,7 +177,7 @@ class Store:
     def evict(self, accounts: Accounts, peer: str, outbox: Transfer | None) -> None:
         """Write off, and file the links' past under another name: a new store may take this one."""
         changes = [schema.status(outbox, "written off")] if outbox else []
-        past = f"{peer}~{accounts.link(peer).incarnation or 'unmet'}"
+        past = f"{peer}{PAST}{accounts.link(peer).incarnation or 'unmet'}"
         changes.append(("UPDATE sent SET receiver = ? WHERE receiver = ?", (past, peer)))
         changes.append(("UPDATE received SET sender = ? WHERE sender = ?", (past, peer)))
         self._commit("evict", accounts, changes)
