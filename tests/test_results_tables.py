@@ -19,6 +19,7 @@ from quiverfl.results.groups import Group, group_runs
 from quiverfl.results.history import find_runs
 from quiverfl.results.scores import comparison, paired_differences, rounds_to_target
 from quiverfl.results.tables import comparison_table, difference_table, target_table
+from quiverfl.results.terminal import print_comparison
 from run_folders import ALONE, STAR, Recipe, write_comparison, write_json, write_lines, write_run
 
 
@@ -177,6 +178,28 @@ def test_two_settings_of_one_method_are_told_apart(tmp_path: Path) -> None:
         "DFedPGP (random_push, neighbors 5)",
     ]
     assert len({group.style.color for group in groups}) == 4
+
+
+def test_labels_leave_out_what_is_not_set_and_round_what_nobody_typed(tmp_path: Path) -> None:
+    for name, options in (("plain", {"p": None}), ("set", {"p": 0.9989954712917512})):
+        write_run(tmp_path / name, Recipe(topology={"name": "erdos_renyi", **options}, rounds=2))
+    labels = {group.label for group in group_runs(find_runs([tmp_path]))}
+    assert labels == {"DFedPGP", "DFedPGP (p 0.998995)"}
+
+
+def test_a_narrow_terminal_breaks_names_and_no_number(tmp_path: Path) -> None:
+    for neighbors in (2, 5):
+        topology = {"name": "random_push", "neighbors": neighbors, "and_a_long_option": "x" * 30}
+        write_run(tmp_path / str(neighbors), Recipe(topology=topology, rounds=2, level=0.7))
+    write_run(tmp_path / "other", Recipe(rounds=2))
+    groups = group_runs(find_runs([tmp_path]))
+    console = Console(width=60, file=io.StringIO())
+    print_comparison(console, groups)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    for stage in ("local", "mixed"):
+        for row in comparison_table(groups, stages=[stage], cost=False).rows:
+            assert all(cell.text in shown for cell in row[1:])
 
 
 def test_threads_do_not_make_another_experiment(tmp_path: Path) -> None:

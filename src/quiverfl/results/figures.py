@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -58,6 +59,7 @@ _AXIS_WORDS = {
     "steps": "local steps, all clients together",
 }
 _MOST_POINTS = 400
+_WIDEST_LABEL = 26
 _LOG_FROM = 15.0
 """Experiments whose costs differ by more than this share a logarithmic axis."""
 
@@ -111,7 +113,8 @@ def draw_clients(axes: Axes, groups: Sequence[Group], stage: str, report: Report
         points = _thinned(values)
         offsets = row + 0.46 * (_scattered(len(points)) - 0.5)
         axes.scatter(points, offsets, s=13, color=color, alpha=0.75, linewidths=0)
-    axes.set_yticks(range(len(groups)), [group.label for group in groups])
+    labels = [textwrap.fill(group.label, _WIDEST_LABEL) for group in groups]
+    axes.set_yticks(range(len(groups)), labels)
     axes.set_ylim(len(groups) - 0.4, -0.6)
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)

@@ -120,7 +120,7 @@ def _labels(runs: list[RunResult]) -> list[str]:
         mine = settings(run)
         keys = sorted({key for other in same for key in {**other, **mine}})
         apart = [key for key in keys if any(other.get(key) != mine.get(key) for other in same)]
-        words = ", ".join(_words(key, mine[key]) for key in apart if key in mine)
+        words = ", ".join(_words(key, mine[key]) for key in apart if mine.get(key) is not None)
         name = palette.display(run.method)
         labels.append(f"{name} ({words})" if words else name)
     return _numbered(labels)
@@ -128,7 +128,8 @@ def _labels(runs: list[RunResult]) -> list[str]:
 
 def _words(key: str, value: Any) -> str:
     last = key.rsplit(".", 1)[-1]
-    return str(value) if last == "name" else f"{last} {value}"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if last == "name" else f"{last} {text}"
 
 
 def _numbered(labels: list[str]) -> list[str]:

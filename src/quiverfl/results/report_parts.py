@@ -19,6 +19,8 @@ from quiverfl.results.svg import inline_svg
 from quiverfl.results.table_formats import Table
 
 TEXT_NOT_EMOJI = "\ufe0e"
+LONG_LABEL = 24
+"""From so many letters on a table may break the name of an experiment."""
 
 
 def section(name: str, title: str, *content: str) -> Markup:
@@ -51,7 +53,9 @@ def data_table(table: Table, groups: Sequence[Group]) -> Markup:
     head = tag("thead", _spans(table), _titles(table))
     rows = []
     for row in table.rows:
-        name = tag("th", keys.get(row[0].text, Markup()), row[0].text, scope="row")
+        label = row[0].text
+        long = "long" if len(label) > LONG_LABEL else None
+        name = tag("th", keys.get(label, Markup()), label, scope="row", class_=long)
         cells = [
             tag("td", cell.text, class_=_classes(table, position, cell.best))
             for position, cell in enumerate(row[1:], start=1)

@@ -10,6 +10,9 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+WIDEST_NAME = 34
+"""Where a terminal breaks the name of an experiment, in letters."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -56,7 +59,9 @@ def rich(table: Table, caption: bool = True) -> RichTable:
         drawn.add_column(
             Padding(title, (0, 0, 0, 2)) if starts else title,
             justify="right" if column.number else "left",
-            no_wrap=True,
+            no_wrap=column.number,  # a name may be broken, a number is never cut
+            overflow="fold",
+            max_width=None if column.number else WIDEST_NAME,
         )
         previous = column.above
     for row in table.rows:
