@@ -257,6 +257,23 @@ def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:
     assert "DFedPGP (seed 0) has not finished: 3 of 4 rounds." in caption
 
 
+def test_a_mean_over_seeds_waits_for_those_under_way_but_not_for_diverged_ones(
+    tmp_path: Path,
+) -> None:
+    write_exact(tmp_path / "over", "fedavg", 0, [[0.5], [0.7]], [[0.5], [0.6]])
+    write_exact(tmp_path / "begun", "fedavg", 1, [[0.1], [0.1]], [[0.1], [0.1]])
+    (tmp_path / "begun" / "summary.json").unlink()
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert (group.seeds, [run.seed for run in group.under_way]) == ((0,), [1])
+    table = comparison_table([group])
+    assert table.rows[0][1].text == "70.00"
+    assert "FedAvg (seed 1) has not finished: 2 of 2 rounds, and is left out." in table.caption
+    lost = {"finished": False, "diverged": {"round": 1, "client": 0}}
+    write_json(tmp_path / "begun" / "summary.json", lost)
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert (group.seeds, group.under_way) == ((0, 1), ())
+
+
 def test_a_diverged_run_says_where(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Recipe(rounds=4), finished=False)
     write_json(folder / "summary.json", {"finished": False, "diverged": {"round": 4, "client": 7}})

@@ -36,6 +36,8 @@ class Group:
     style: Style
     left_out: tuple[RunResult, ...] = ()
     """Further runs with a seed that is already here."""
+    under_way: tuple[RunResult, ...] = ()
+    """Runs that have not finished while another seed has: a mean over both would be of neither."""
 
     @property
     def method(self) -> str:
@@ -63,7 +65,7 @@ def group_runs(runs: Iterable[RunResult]) -> list[Group]:
     labels = _labels([group[0] for group in sorted_groups])
     styles = palette.styles([group[0].method for group in sorted_groups])
     return [
-        Group(label, *_one_per_seed(group, style))
+        _group(label, group, style)
         for label, style, group in zip(labels, styles, sorted_groups, strict=True)
     ]
 
@@ -85,15 +87,23 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return pairs
 
 
-def _one_per_seed(
-    runs: list[RunResult], style: Style
-) -> tuple[tuple[RunResult, ...], Style, tuple[RunResult, ...]]:
-    """The furthest run of each seed; counting one twice would make the seeds look closer."""
+def _group(label: str, runs: list[RunResult], style: Style) -> Group:
+    """The furthest run of each seed; counting one twice would make the seeds look closer.
+
+    A run that diverged stays: leaving it out would keep the lucky seeds only.
+    """
     furthest: dict[int, RunResult] = {}
     for run in sorted(runs, key=lambda run: (run.finished, run.done_rounds)):
         furthest[run.seed] = run
     kept = tuple(furthest[seed] for seed in sorted(furthest))
-    return kept, style, tuple(run for run in runs if run not in kept)
+    over = tuple(run for run in kept if run.finished or run.diverged is not None) or kept
+    return Group(
+        label,
+        over,
+        style,
+        left_out=tuple(run for run in runs if run not in kept),
+        under_way=tuple(run for run in kept if run not in over),
+    )
 
 
 def settings(run: RunResult) -> dict[str, Any]:

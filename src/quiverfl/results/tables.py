@@ -87,12 +87,13 @@ def comparison_caption(
 
 
 def unfinished(groups: Sequence[Group]) -> list[str]:
-    """A sentence for every run that is not over."""
+    """A sentence for every run that is not over, and whether its numbers are in the table."""
     return [
         f"{group.label} (seed {run.seed}) {_ended(run)}: {run.done_rounds} of "
-        f"{'an unknown number of' if run.planned_rounds is None else run.planned_rounds} rounds."
+        f"{'an unknown number of' if run.planned_rounds is None else run.planned_rounds} rounds"
+        f"{', and is left out' if run in group.under_way else ''}."
         for group in groups
-        for run in group.runs
+        for run in (*group.runs, *group.under_way)
         if not run.finished
     ]
 
