@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,28 @@ def test_changed_files_and_other_options_are_read_anew(tmp_path: Path) -> None:
     assert fingerprint(path, {"a": 1}) != fingerprint(path, {"a": 2})
 
 
+def test_files_that_look_the_same_elsewhere_are_other_files(tmp_path: Path) -> None:
+    for value, name in enumerate(("a", "b")):
+        (tmp_path / name).mkdir()
+        np.savez(tmp_path / name / "data.npz", x=np.full((4, 2), value), y=np.arange(4))
+        os.utime(tmp_path / name / "data.npz", ns=(0, 0))
+    found = [
+        load_dataset("npz", tmp_path, path=tmp_path / name / "data.npz").train_x.max()
+        for name in ("a", "b")
+    ]
+    assert found == [0, 1]
+
+
+def test_the_digest_is_of_every_example_and_kept_with_the_arrays(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    first = load(tmp_path)
+    assert first.known_digest == replace(first, known_digest="").digest
+    for part in ("train_x", "train_y", "test_x", "test_y"):
+        array = getattr(first, part).copy()
+        array.flat[-1] ^= 1
+        assert replace(first, known_digest="", **{part: array}).digest != first.digest
+
+
 def test_the_cache_can_be_elsewhere(tmp_path: Path) -> None:
     write_cifar10_binary(tmp_path)
     load_dataset("cifar10", tmp_path, cache=tmp_path / "kept", verify=False)
@@ -88,6 +112,16 @@ def test_a_damaged_cache_is_made_again(file: str, damage: str, tmp_path: Path) -
     again = load(tmp_path)
     assert np.array_equal(again.train_y, labels[:20])
     assert len(entries(tmp_path)) == 1
+
+
+def test_several_may_find_the_damage_at_once(tmp_path: Path) -> None:
+    _, labels = write_cifar10_binary(tmp_path)
+    load(tmp_path)
+    for _ in range(20):
+        (entries(tmp_path)[0] / "train_x.npy").write_bytes(b"")
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: load(tmp_path), range(4)))
+        assert all(np.array_equal(data.train_y, labels[:20]) for data in found)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:

@@ -62,6 +62,19 @@ def test_sizes_and_colours(tmp_path: Path) -> None:
     assert own("folder", path, size=[4, 7], color="grey").input_shape == (1, 4, 7)
 
 
+def test_sixteen_bits_are_brought_to_eight_and_unknown_ranges_refused(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
+    (tmp_path / "deep" / "a").mkdir(parents=True)
+    for number in range(2):
+        Image.fromarray(ramp).save(tmp_path / "deep" / "a" / f"{number}.png")
+    found = own("folder", tmp_path / "deep", color="grey", test_share=0.0).train_x
+    assert np.array_equal(found[0, 0].ravel(), np.arange(256))
+    assert len(np.unique(own("folder", tmp_path / "deep", test_share=0.0).train_x)) == 256
+    Image.fromarray(ramp.astype(np.float32)).save(tmp_path / "deep" / "a" / "0.tiff")
+    with pytest.raises(QuiverError, match=r"0.tiff .*floats of an unknown range"):
+        own("folder", tmp_path / "deep")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,6 +130,8 @@ def test_npz_channels_last_and_other_numbers(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=x, y=np.arange(4))
     data = own("npz", tmp_path / "a.npz", test_share=0.0)
     assert np.array_equal(data.train_x, x.transpose(0, 3, 1, 2))
+    np.savez(tmp_path / "f.npz", x=x / np.float32(255), y=np.arange(4))
+    assert own("npz", tmp_path / "f.npz", test_share=0.0).input_shape == (3, 6, 5)
     values = np.arange(12.0).reshape(4, 3)
     np.savez(tmp_path / "b.npz", x=values, y=np.array(["b", "a", "b", "c"]))
     data = own("npz", tmp_path / "b.npz", test_share=0.0)
@@ -157,6 +172,14 @@ def test_npz_errors_name_the_file(arrays: dict[str, Any], message: str, tmp_path
     np.savez(path, **arrays)
     with pytest.raises(QuiverError, match=f"mine.*{message}"):
         own("npz", path, test_share=0.0)
+
+
+@pytest.mark.parametrize("labels", [np.array([1.9, 0.0]), np.array(["a", "b"])])
+def test_labels_of_both_parts_are_of_one_kind(labels: Any, tmp_path: Path) -> None:
+    x, whole = np.zeros((2, 3)), np.array([0, 1])
+    np.savez(tmp_path / "mine.npz", train_x=x, train_y=whole, test_x=x, test_y=labels)
+    with pytest.raises(QuiverError, match=r"mine.*(whole numbers or text|must be of one kind)"):
+        own("npz", tmp_path / "mine.npz")
 
 
 def test_a_truncated_npz_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 
 import quiverfl as qv
 from quiverfl.config import Config, parse
+from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import checkpoints
-from quiverfl.experiment import run_in_folder
+from quiverfl.experiment import Experiment, run_in_folder
 from quiverfl.folder import RunFolder
+from quiverfl.topologies.graph import Topology
 
 CONFIG = {
     "data": {"name": "digits", "clients": 6, "samples_per_client": 20, "alpha": 0.3},
@@ -72,6 +75,25 @@ def test_nothing_is_overwritten_silently(tmp_path: Path) -> None:
     with pytest.raises(qv.QuiverError, match="not empty and not a run"):
         run_in_folder(config(), tmp_path / "other")
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
+
+
+def test_data_changed_after_the_start_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    x, y = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % 3
+    mine = config(data__name="npz", data__samples_per_client=5, run__rounds=2).with_values(
+        [("data.options", {"path": str(file), "cache": str(tmp_path / "cache")})]
+    )
+    np.savez(file, x=x, y=y)
+    run_in_folder(mine, tmp_path / "over")
+    begun = tmp_path / "begun"
+    shutil.copytree(tmp_path / "over", begun)
+    (begun / "summary.json").unlink()
+    np.savez(file, x=x + 1e-3, y=y)
+    for folder in (tmp_path / "over", begun):
+        with pytest.raises(qv.QuiverError, match="on other data of the same name"):
+            run_in_folder(mine, folder)
+    file.unlink()
+    assert run_in_folder(mine, tmp_path / "over")["finished"]  # results outlive their data
 
 
 def test_a_configuration_changed_after_the_start_is_refused(tmp_path: Path) -> None:
@@ -145,6 +167,13 @@ def test_a_diverging_run_keeps_what_it_had(tmp_path: Path) -> None:
     assert summary["finished"] is False
     assert {"round", "client"} <= set(summary["diverged"])
     assert (tmp_path / "run" / "history.jsonl").exists()
+    RunFolder(tmp_path / "run").open(wild, "", *_parts(wild))  # tried again, and killed at once
+    assert "diverged" not in RunFolder(tmp_path / "run").summary()
+
+
+def _parts(config: Config) -> tuple[Partition, Topology]:
+    experiment = Experiment.of(config)
+    return experiment.partition, experiment.topology
 
 
 @pytest.mark.parametrize("method", ["dfedpgp", "fedavg"])

@@ -255,6 +255,15 @@ def test_natural_follows_the_owners() -> None:
     check(data, shares)
 
 
+def test_natural_takes_a_few_of_every_kind_of_an_owners_test_examples() -> None:
+    owners = [0] * 40 + [1] * 40
+    data = dataset([40, 40], [40, 40], (owners, [0] * 20 + [1] * 20 + [0] * 20 + [1] * 20))
+    shares = partition(data, "natural", None, 0, test_per_client=10)
+    assert shares.test_counts.tolist() == [[5, 5], [5, 5]]
+    again = partition(data, "natural", None, 1, test_per_client=10)
+    assert any(not np.array_equal(a, b) for a, b in zip(shares.test, again.test, strict=True))
+
+
 def test_natural_with_fewer_clients_and_samples() -> None:
     owners = np.repeat(np.arange(10), 10).tolist()
     data = dataset([50, 50], [10, 10], (owners, None))

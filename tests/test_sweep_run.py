@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from typer.testing import CliRunner
@@ -178,6 +179,25 @@ def test_the_command_says_what_is_missing_and_with_which_code(
     assert "2 cells, 2 of them done before" in result.output
     assert "not finished: dfedpgp, diverging, seed 0. round 0, client" in result.output
     assert (places.root / "plan" / "good.html").is_file()
+
+
+def test_cells_of_two_versions_of_the_data_are_not_put_together(tmp_path: Path) -> None:
+    def written(shift: float) -> None:
+        x, y = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % 3
+        np.savez(tmp_path / "mine.npz", x=x + shift, y=y)
+
+    text = BASE.replace("clients = 4", 'clients = 4\nname = "npz"')
+    text += f'[base.data.options]\npath = "{tmp_path / "mine.npz"}"\ncache = "{tmp_path}"\n'
+    (tmp_path / "plan.toml").write_text(text)
+    words = ["sweep", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "runs"), "-q"]
+    written(0.0)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    written(1.0)
+    again = CliRunner().invoke(app, words)
+    assert isinstance(again.exception, QuiverError)
+    assert "on other data of the same name" in str(again.exception)
+    (tmp_path / "mine.npz").unlink()
+    assert CliRunner().invoke(app, words).exit_code == 0
 
 
 def test_jobs_must_be_at_least_one(tmp_path: Path) -> None:

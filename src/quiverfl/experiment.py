@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,16 +114,22 @@ def run_in_folder(
 ) -> dict[str, Any]:
     """Start a run in a new folder, or take up what is there; its summary.
 
-    A folder that holds a run of another configuration is refused. A finished run is not repeated.
+    A folder that holds a run of another configuration, or of other data under the same name, is
+    refused. A finished run is not repeated; its data may be gone.
     """
     folder = RunFolder(path)
     if folder.holds_run():
         folder.check(config)
         if folder.finished():
+            found = data_if_there(config) if dataset is None else dataset
+            if found is not None:
+                folder.check_data(found.digest)
             return folder.summary()
-    experiment = Experiment.of(config, dataset)
+    found = load_data(config) if dataset is None else dataset
+    folder.check_data(found.digest)
+    experiment = Experiment.of(config, found)
     experiment.check()
-    folder.open(config, experiment.partition, experiment.topology)
+    folder.open(config, found.digest, experiment.partition, experiment.topology)
     resume = folder.resume()
     with folder.recording(recorder) as both:
         run = experiment.run(both, folder, resume)
@@ -138,6 +145,28 @@ def make_method(config: Config) -> Method:
 
 def load_data(config: Config) -> Dataset:
     return load_dataset(config.data.name, config.data.root, **config.data.options)
+
+
+def data_if_there(config: Config) -> Dataset | None:
+    """Results can be read where the data they come from cannot."""
+    try:
+        return load_data(config)
+    except QuiverError:
+        return None
+
+
+class DataShelf:
+    """Data sets that several runs have in common, each loaded once."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Dataset] = {}
+
+    def take(self, config: Config) -> Dataset:
+        data = config.data
+        key = json.dumps([data.name, data.root, data.options], default=str)
+        if key not in self._loaded:
+            self._loaded[key] = load_data(config)
+        return self._loaded[key]
 
 
 def share_out(config: Config, dataset: Dataset) -> Partition:

@@ -68,7 +68,19 @@ class RunFolder:
                 "it is no longer wanted."
             )
 
-    def open(self, config: Config, partition: Partition, topology: Topology) -> None:
+    def check_data(self, digest: str) -> None:
+        """Refuse data other than that the run was made with; old folders do not say which."""
+        if not self.holds_run():
+            return
+        theirs = str(_read(self.path / "config.json").get("data", digest))
+        if theirs != digest:
+            raise QuiverError(
+                f"{self.path} holds a run on other data of the same name: it was changed since "
+                f"(digest {theirs[:8]} then, {digest[:8]} now). Put it back, choose another --out, "
+                "or delete the folder if it is no longer wanted."
+            )
+
+    def open(self, config: Config, digest: str, partition: Partition, topology: Topology) -> None:
         """Make the folder and write what is known before the first round."""
         if self.path.exists() and not self.path.is_dir():
             raise QuiverError(f"{self.path} is a file: choose another --out.")
@@ -82,10 +94,13 @@ class RunFolder:
             text = {
                 "quiver": quiverfl.__version__,
                 "identity": config.identity(),
+                "data": digest,
                 "config": config.model_dump(mode="json"),
                 "topology": {"name": topology.name, **topology.options},
             }
             replace_file(self.path / "config.json", _json(text))
+        # Of an earlier try that diverged: this one may end otherwise.
+        (self.path / "summary.json").unlink(missing_ok=True)
         replace_file(self.path / "environment.json", _json(environment()))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **partition.arrays())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,8 @@ class Dataset:
     train_owner: Integers | None = None
     test_owner: Integers | None = None
     owner_names: tuple[str, ...] = ()
+    known_digest: str = ""
+    """What `digest` is, where it was computed before."""
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
@@ -62,6 +66,20 @@ class Dataset:
     @property
     def is_image(self) -> bool:
         return len(self.input_shape) == 3
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of every example: runs on other data are other runs, whatever its name."""
+        if self.known_digest:
+            return self.known_digest
+        found = hashlib.blake2b(digest_size=16)
+        found.update(repr((self.classes, self.mean, self.std)).encode())
+        parts = (self.train_x, self.train_y, self.test_x, self.test_y)
+        for array in (*parts, self.train_owner, self.test_owner):
+            if array is not None:
+                found.update(repr((array.shape, array.dtype.str)).encode())
+                found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()
 
 
 def _check_part(where: str, x: Inputs, y: Integers, owner: Integers | None, classes: int) -> None:

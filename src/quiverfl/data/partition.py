@@ -97,7 +97,7 @@ def partition(
     if name == "natural" and dataset.test_owner is not None:
         chosen = sharing.owners(dataset, clients, seed)
         test = sharing.rows_by_owner(dataset.test_owner, chosen)
-        test = [rows[:test_per_client] for rows in test]
+        test = _some_of_each(dataset, test, test_per_client, seed)
     else:
         test = _test_like_train(dataset, train, test_per_client, seed)
     return _partition(dataset, train, test, held_out=False)
@@ -150,6 +150,29 @@ def _test_like_train(
     return test
 
 
+def _some_of_each(
+    dataset: Dataset, test: Sequence[Integers], wanted: int | None, seed: int
+) -> list[Integers]:
+    """At most so many of every owner's test examples, in the proportions of all that are theirs."""
+    some = list(test)
+    for client, rows in enumerate(test):
+        if wanted is not None and len(rows) > wanted:
+            generator = stream(seed, "partition-test", client)
+            some[client] = rows[_drawn(dataset.test_y[rows], dataset.classes, wanted, generator)]
+    return some
+
+
+def _drawn(labels: Integers, classes: int, wanted: int, generator: np.random.Generator) -> Integers:
+    """Positions of `wanted` of these labels, in their proportions."""
+    have = np.bincount(labels, minlength=classes)
+    counts = in_proportion(have, have, wanted, generator)
+    picked = [
+        generator.choice(np.flatnonzero(labels == label), counts[label], replace=False)
+        for label in np.flatnonzero(counts)
+    ]
+    return np.sort(np.concatenate(picked))
+
+
 def _hold_out(
     dataset: Dataset, train: Sequence[Integers], validation: float, seed: int
 ) -> Partition:
@@ -165,17 +188,8 @@ def _hold_out(
             )
         generator = stream(seed, "partition-validation", client)
         labels = dataset.train_y[rows]
-        have = np.bincount(labels, minlength=dataset.classes)
         wanted = min(max(1, round(validation * len(rows))), len(rows) - 1)
-        counts = in_proportion(have, have, wanted, generator)
-        aside = np.sort(
-            np.concatenate(
-                [
-                    generator.choice(np.flatnonzero(labels == label), counts[label], replace=False)
-                    for label in np.flatnonzero(counts)
-                ]
-            )
-        )
+        aside = _drawn(labels, dataset.classes, wanted, generator)
         held.append(rows[aside])
         kept.append(np.delete(rows, aside))
     return _partition(dataset, kept, held, held_out=True)

@@ -16,8 +16,8 @@ from quiverfl.config import Config, parse
 from quiverfl.data.dataset import Dataset
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import (
+    DataShelf,
     Experiment,
-    load_data,
     make_method,
     make_task,
     share_out,
@@ -75,10 +75,10 @@ def estimate(
     measured = sum(cost_class(cell.config) in paces for cell in cells)
     kinds = {cost_class(cell.config): cell.config for cell in cells}
     untried = {kind: config for kind, config in kinds.items() if kind not in paces}
-    datasets: dict[str, Dataset] = {}
+    data = DataShelf()
     for done, (kind, config) in enumerate(untried.items()):
         on_trial(done, len(untried))
-        paces[kind] = _tried(config, datasets, threads)
+        paces[kind] = _tried(config, data, threads)
     seconds = {cell.name: _left(cell, paces[cost_class(cell.config)], places) for cell in cells}
     return Estimate(seconds, len(untried), measured)
 
@@ -109,14 +109,11 @@ def _left(cell: Cell, pace: float | None, places: Places) -> float | None:
     return pace * max(0, cell.config.run.rounds - done)
 
 
-def _tried(config: Config, datasets: dict[str, Dataset], threads: int) -> float | None:
-    """None where the trial cannot be made; the cell itself will say why."""
-    key = json.dumps([config.data.name, config.data.root, config.data.options], default=str)
+def _tried(config: Config, data: DataShelf, threads: int) -> float | None:
+    """None where the trial cannot be made, for any reason: the cell itself will say why."""
     try:
-        if key not in datasets:
-            datasets[key] = load_data(config)
-        return trial(config, datasets[key], threads)
-    except QuiverError:
+        return trial(config, data.take(config), threads)
+    except Exception:
         return None
 
 

@@ -21,11 +21,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from quiverfl.config import Config, parse
-from quiverfl.data.dataset import Dataset
+from quiverfl.config import parse
 from quiverfl.engine.history import Metrics, Record
 from quiverfl.errors import Diverged, QuiverError
-from quiverfl.experiment import load_data, run_in_folder
+from quiverfl.experiment import DataShelf, run_in_folder
 from quiverfl.memory import keep_freed_memory
 
 Order = dict[str, Any]
@@ -41,7 +40,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever else is printed is for the log
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(orders,), daemon=True).start()
-    data: dict[str, Dataset] = {}
+    data = DataShelf()
     while True:
         order = orders.get()
         with Path(order["log"]).open("w") as log:
@@ -57,12 +56,12 @@ def _read(orders: queue.SimpleQueue[Order]) -> None:
     os._exit(0)
 
 
-def run(order: Order, data: dict[str, Dataset], said: TextIO) -> tuple[int, str]:
+def run(order: Order, data: DataShelf, said: TextIO) -> tuple[int, str]:
     """Carry out one order: 0, or what went wrong and why. The data stays for the next one."""
     try:
         config = parse(order["config"])
         with _alone(Path(order["lock"])):
-            run_in_folder(config, Path(order["folder"]), _Telling(said), _kept(config, data))
+            run_in_folder(config, Path(order["folder"]), _Telling(said), data.take(config))
     except QuiverError as error:
         return (DIVERGED if isinstance(error, Diverged) else REFUSED), str(error)
     except Exception as error:
@@ -71,13 +70,6 @@ def run(order: Order, data: dict[str, Dataset], said: TextIO) -> tuple[int, str]
         sys.stderr.flush()
         return BROKEN, f"{type(error).__name__}: {error} (see {order['log']})"
     return 0, ""
-
-
-def _kept(config: Config, data: dict[str, Dataset]) -> Dataset:
-    key = json.dumps([config.data.name, config.data.root, config.data.options], default=str)
-    if key not in data:
-        data[key] = load_data(config)
-    return data[key]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from quiverfl.errors import QuiverError
+from quiverfl.experiment import DataShelf
+from quiverfl.folder import RunFolder
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell
 
@@ -47,6 +49,24 @@ def pending(cells: Iterable[Cell], places: Places, retry: bool = False) -> list[
     over = {"finished"} if retry else {"finished", "diverged"}
     unique = {cell.name: cell for cell in cells}
     return [cell for cell in unique.values() if places.state(cell) not in over]
+
+
+def check_data(cells: Iterable[Cell], places: Places) -> None:
+    """Refuse to go on with cells whose data was changed since: one table would be of two data sets.
+
+    Cells whose data cannot be had here are let be: tables can be made anywhere.
+    """
+    shelf = DataShelf()
+    for cell in cells:
+        folder = RunFolder(places.run(cell))
+        if not folder.holds_run():
+            continue
+        try:
+            digest = shelf.take(cell.config).digest
+        except Exception:
+            # Also whatever a function of one's own raises: the cell will say it if it has to run.
+            continue
+        folder.check_data(digest)
 
 
 def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher) -> list[Outcome]:

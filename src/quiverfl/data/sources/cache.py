@@ -1,15 +1,15 @@
 """A data set once read is kept as plain arrays and memory-mapped from then on.
 
-One folder per (data set, files, options), named by a fingerprint of the names, sizes and times of
-the files it was read from: changed files are read anew, and nothing is ever half-written.
+One folder per (data set, files, options), named by a fingerprint of the place, names, sizes and
+times of the files it was read from: changed files are read anew, and nothing is ever half-written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.whole import whole
+from quiverfl.data.sources.whole import whole, workplace
 from quiverfl.errors import QuiverError
 
 FOLDER = ".quiver-cache"
-VERSION = 1
+VERSION = 2
 MAPPED = ("train_x", "test_x")
 LOADED = ("train_y", "test_y", "train_owner", "test_owner")
+DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)
 
 
 def cached(
@@ -39,9 +40,9 @@ def cached(
     if folder.exists():
         try:
             return load_arrays(folder)
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
+        except DAMAGED:
             # A file of the cache was damaged from outside: what it was made from is still there.
-            shutil.rmtree(folder)
+            _remove(folder)
     dataset = read()
     try:
         with whole(folder) as draft:
@@ -53,13 +54,22 @@ def cached(
             stacklevel=2,
         )
         return dataset
-    return load_arrays(folder)
+    try:
+        return load_arrays(folder)
+    except DAMAGED:  # another process found the damage too, and is at work on it
+        return dataset
+
+
+def _remove(folder: Path) -> None:
+    """At once for everybody, though others may be reading it or removing it, too."""
+    with contextlib.suppress(FileNotFoundError), workplace(folder.parent) as aside:
+        folder.rename(aside / folder.name)
 
 
 def fingerprint(files: Path, options: Mapping[str, Any]) -> str:
-    """Of the names, sizes and times of a file or of all files below a folder, and the options."""
+    """Of the place, names, sizes and times of a file or of all below a folder, and the options."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr((VERSION, sorted(options.items()))).encode())
+    digest.update(repr((VERSION, str(files.resolve()), sorted(options.items()))).encode())
     for entry in _entries(files):
         digest.update(repr(entry).encode())
     return digest.hexdigest()
@@ -96,6 +106,7 @@ def save_arrays(dataset: Dataset, folder: Path) -> None:
         "mean": dataset.mean,
         "std": dataset.std,
         "owner_names": dataset.owner_names,
+        "known_digest": dataset.digest,
     }
     (folder / "dataset.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
 

@@ -61,10 +61,23 @@ def decode(
     return images
 
 
+def in_mode(image: Image.Image, mode: str) -> Image.Image:
+    """As RGB or grey bytes. Pillow would cut everything above 255 off deeper images."""
+    if image.mode.startswith("I;16"):
+        deep = np.asarray(image).astype(np.uint16)
+        image = Image.fromarray((deep // 257).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise QuiverError(
+            f"its pixels are {'32-bit integers' if image.mode == 'I' else 'floats'} of an unknown "
+            "range; save it with 8 or 16 bits"
+        )
+    return image.convert(mode)
+
+
 def _decode(path: Path, color: str, size: tuple[int, int] | None) -> Inputs:
     try:
         with Image.open(path) as opened:
-            image = opened.convert(MODES[color])
+            image = in_mode(opened, MODES[color])
     except Exception as error:
         # Pillow's decoders raise many kinds of errors on damaged files; the file is what matters.
         raise QuiverError(

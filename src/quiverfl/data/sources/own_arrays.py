@@ -48,12 +48,10 @@ def from_arrays(
 
 def as_inputs(where: str, x: Values) -> Inputs:
     """Bytes with two or three sides are images, channels first in the end; the rest is float32."""
+    if x.ndim == 4 and x.shape[3] in COLOURS and x.shape[1] not in COLOURS:
+        x = x.transpose(0, 3, 1, 2)
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        if x.ndim == 3:
-            x = x[:, None]
-        elif x.shape[3] in COLOURS and x.shape[1] not in COLOURS:
-            x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-        return x
+        return np.ascontiguousarray(x[:, None] if x.ndim == 3 else x)
     if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_):
         raise QuiverError(f"{where}: inputs are {x.dtype}; they must be numbers.")
     if x.ndim < 2:
@@ -71,13 +69,19 @@ def as_labels(
     for labels in (train, test):
         if labels.ndim != 1:
             raise QuiverError(f"{where}: labels have the shape {list(labels.shape)}, not [n].")
+    for labels in (train, test):
+        if np.issubdtype(labels.dtype, np.floating) and len(labels):
+            raise QuiverError(f"{where}: labels are {labels.dtype}; use whole numbers or text.")
     if np.issubdtype(train.dtype, np.integer):
+        if len(test) and not np.issubdtype(test.dtype, np.integer):
+            raise QuiverError(
+                f"{where}: training labels are {train.dtype}, test labels {test.dtype}; they must "
+                "be of one kind."
+            )
         first, second = train.astype(np.int64), test.astype(np.int64)
         largest = max(int(part.max(initial=-1)) for part in (first, second))
         count = largest + 1 if classes is None else classes
         return first, second, tuple(str(label) for label in range(count))
-    if np.issubdtype(train.dtype, np.floating):
-        raise QuiverError(f"{where}: labels are {train.dtype}; use whole numbers or text.")
     first, second, names = _numbered(train, test)
     if classes is not None and len(names) != classes:
         raise QuiverError(

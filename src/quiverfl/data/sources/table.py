@@ -16,6 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from quiverfl.data.dataset import Dataset
+from quiverfl.data.sources.images import in_mode
 from quiverfl.data.sources.own_arrays import from_arrays
 from quiverfl.data.sources.split import train_and_test
 from quiverfl.errors import QuiverError, nearest
@@ -157,7 +158,7 @@ def _images(path: Path, table: pd.DataFrame, column: str) -> Values:
         content = value.get("bytes") if isinstance(value, dict) else value
         try:
             with Image.open(io.BytesIO(content or b"")) as opened:
-                images.append(np.asarray(opened.convert("RGB")))
+                images.append(np.asarray(in_mode(opened, "RGB")))
         except Exception as error:
             # As with image files: whatever the decoder says, the row is what matters.
             raise QuiverError(
