@@ -29,6 +29,7 @@ TINY = [
     "run.threads=1",
 ]
 LONGER = ["--methods", "local,dfedpgp", "--set", "run.rounds=12", "--set", "data.clients=5"]
+FEWER = ["--methods", "local"]
 FILES = [
     "table1.md",
     "table1.tex",
@@ -119,6 +120,35 @@ def test_other_items_use_the_cells_that_are_there(whole: Path) -> None:
     assert str(whole / "fig2-tiny" / "fig2-curves.png") in files["files"]
 
 
+def test_no_table_of_other_runs_stays_beside_the_new_ones(whole: Path) -> None:
+    folder = whole / "table1-tiny"
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    (folder / "table1-notes.md").write_text("mine")
+    try:
+        written = json.loads(reproduce("table1", whole, *TINY, *LONGER, *FEWER, "--json"))
+        names = {Path(name).name for name in written["files"]}
+        assert not {"table1-differences.md", "table1-differences.csv"} & names
+        assert names | {"table1-notes.md"} == {
+            path.name for path in folder.iterdir() if not path.name.startswith(".")
+        }
+    finally:
+        (folder / "table1-notes.md").unlink()
+        reproduce("table1", whole, *TINY, *LONGER)
+    again = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert set(again) == set(before)
+
+
+def test_a_case_set_otherwise_is_not_called_and_compared_as_the_papers(whole: Path) -> None:
+    output = reproduce(
+        "table1", whole, *TINY, *LONGER, "--set", "data.classes_per_client=3", "--dry-run"
+    )
+    assert output.count("Digits Pat-2, classes_per_client 3") == CELLS
+    same = reproduce(
+        "table1", whole, *TINY, *LONGER, "--set", "data.classes_per_client=2", "--dry-run"
+    )
+    assert "classes_per_client" not in same
+
+
 def test_a_dry_run_runs_nothing(whole: Path) -> None:
     output = reproduce("table1", whole, *TINY, *LONGER, "--seeds", "0,9", "--dry-run")
     states = [line.split()[0] for line in output.splitlines() if "digits" in line]
@@ -137,11 +167,11 @@ def test_heat_maps_need_no_training(tmp_path: Path) -> None:
 def test_variants_are_other_cells_in_a_folder_of_their_own(tmp_path: Path) -> None:
     usual = reproduce("table1", tmp_path, *TINY, "--dry-run")
     pull = reproduce("table1", tmp_path, *TINY, "--dry-run", "--graph", "pull")
-    steps = reproduce("table1", tmp_path, *TINY, "--dry-run", "--equal", "steps")
+    steps = reproduce("table1", tmp_path, *TINY, "--dry-run", "--equal", "participation")
     assert _different(usual, pull) == {"osgp", "dfedpgp"}
     assert _different(usual, steps) == {"fedavg"}
-    name = folder_name("table1", "./configs/tiny", Graph.pull, Equal.steps)
-    assert name == "table1-tiny-pull-equal-steps"
+    name = folder_name("table1", "./configs/tiny", Graph.pull, Equal.participation)
+    assert name == "table1-tiny-pull-equal-participation"
 
 
 def _different(first: str, second: str) -> set[str]:

@@ -11,7 +11,7 @@ from quiverfl.config import load_config
 from quiverfl.errors import QuiverError
 from quiverfl.reproduce import paper
 from quiverfl.reproduce.catalogue import ITEMS, configs, find_item, sweep_file
-from quiverfl.reproduce.variants import graph_settings, with_equal_steps
+from quiverfl.reproduce.variants import graph_settings, with_equal_participation
 from quiverfl.sweeps.plan import Cell, Choice, load_sweep
 
 TRAINED = [name for name, item in ITEMS.items() if item.kind != "partition"]
@@ -146,11 +146,11 @@ def test_pull_is_for_directed_methods_alone() -> None:
     assert graph_settings("push") == ()
 
 
-def test_at_equal_steps_server_methods_get_more_rounds_and_the_same_decay_in_all() -> None:
+def test_at_equal_participation_server_methods_get_more_rounds_and_the_same_decay_in_all() -> None:
     by_method = {cell.config.method.name: cell for cell in cells("table1", "small")}
-    same = with_equal_steps(by_method["dfedpgp"])
+    same = with_equal_participation(by_method["dfedpgp"])
     assert same == by_method["dfedpgp"]
-    before, after = by_method["fedavg"].config, with_equal_steps(by_method["fedavg"]).config
+    before, after = by_method["fedavg"].config, with_equal_participation(by_method["fedavg"]).config
     assert after.run.rounds == 10 * before.run.rounds
     assert after.run.evaluate_every == 10 * before.run.evaluate_every
     decayed = after.training.lr_decay**after.run.rounds

@@ -18,7 +18,7 @@ from quiverfl.reproduce import scores, tables
 from quiverfl.reproduce.catalogue import ITEMS, Item
 from quiverfl.reproduce.collect import Results, collect
 from quiverfl.reproduce.figures import by_case, by_method
-from quiverfl.reproduce.words import setting_words
+from quiverfl.reproduce.words import _by_method, setting_words
 from quiverfl.results.history import finish, read_run
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.summary import summarize
@@ -140,6 +140,14 @@ def test_graphs_are_named_and_what_theory_does_not_cover(tmp_path: Path) -> None
         "On random_pull μ stays 1 and the paper's theorem does not apply."
     )
     assert "theorem" not in setting_words(collect(cells[:1], places))
+
+
+def test_who_has_another_rate_or_trained_more_is_named(results: Results) -> None:
+    table = tables.accuracy_table(ITEM, results, ("local", "mixed"))
+    assert "Local steps of a run, all clients together: " in table.caption
+    pairs = [("local", "1"), ("osgp", "2"), ("dfedpgp", "2"), ("osgp", "2")]
+    assert _by_method(pairs) == "2 (1 for Local)"
+    assert _by_method([("osgp", "2"), ("osgp", "2")]) == "2"
 
 
 def test_rounds_to_the_papers_target_where_somebody_reaches_it(results: Results) -> None:

@@ -7,7 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from quiverfl.cli.main import app
 from quiverfl.config import parse
 from quiverfl.errors import QuiverError
 from quiverfl.reproduce.catalogue import configs
@@ -58,6 +60,41 @@ def test_a_try_that_diverged_with_any_seed_is_never_chosen(tmp_path: Path) -> No
     (found,) = tuned([good, *half], places, "local", "last")
     assert [dict(one.point)["training.lr"] for one in found.tries] == [0.1, 0.2]
     assert found.tries[1].mean != found.tries[1].mean
+
+
+def test_without_a_score_nothing_is_recommended(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    lost = cell(0.2)
+    write_run(places.run(lost), Recipe(), finished=False)
+    text = {"finished": False, "diverged": {"round": 1, "client": 0}, "error": "…"}
+    (places.run(lost) / "summary.json").write_text(json.dumps(text))
+    (found,) = tuned([cell(0.1), lost], places, "local", "last")
+    assert found.best is None
+    assert found.at_the_edge() == []
+    assert [one.diverged for one in found.tries] == [False, True]
+    assert as_overrides([found]) == ""
+
+
+def test_tries_that_cannot_run_are_told_from_those_that_diverge(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(
+        f"""
+        [base.data]
+        name = "npz"
+        options = {{ path = "{tmp_path}/none.npz" }}
+        validation = 0.2
+        clients = 2
+        [grid]
+        training.lr = [0.1, 0.2]
+        """
+    )
+    words = ["tune", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "runs"), "-q"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "none has a score" in result.output
+    assert "[overrides" not in result.output
+    assert "none.npz" in result.output
+    rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert [one["mean"] for one in rows[0]["tries"]] == [None, None]
 
 
 def test_a_choice_at_the_edge_of_what_was_tried_is_told(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from quiverfl.cli.sweep import (
     write_events,
 )
 from quiverfl.reproduce.catalogue import ITEMS, Item, find_item, sweep_file
-from quiverfl.reproduce.variants import graph_settings, with_equal_steps
+from quiverfl.reproduce.variants import graph_settings, trained_as_often, with_equal_participation
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell, Choice, load_sweep
 
@@ -54,7 +54,7 @@ class Graph(enum.StrEnum):
 
 class Equal(enum.StrEnum):
     rounds = "rounds"
-    steps = "steps"
+    participation = "participation"
 
 
 def reproduce(
@@ -73,7 +73,8 @@ def reproduce(
         Graph, typer.Option(help="For DFedPGP and OSGP: Algorithm 1 pushes, the appendix pulls.")
     ] = Graph.push,
     equal: Annotated[
-        Equal, typer.Option(help="steps: server methods get more rounds, to train as much.")
+        Equal,
+        typer.Option(help="participation: server methods get more rounds, to train as often."),
     ] = Equal.rounds,
     set_: Settings = None,
     dry_run: DryRun = False,
@@ -99,6 +100,8 @@ def reproduce(
     if dry_run:
         list_cells(cells, places)
         return
+    if equal is Equal.participation:
+        item = trained_as_often(item)
     folder = out / folder_name(what, scale, graph, equal)
     _write(what, item, cells, places, folder, Shown(stage.value, report.value), as_json)
     if item.kind == "partition":
@@ -118,13 +121,15 @@ def item_cells(item: Item, scale: str, wanted: Choice, equal: Equal) -> list[Cel
     if wanted.cases is None and item.cases is not None:
         shown = tuple(cell for cell in cells if cell.case in item.cases)
         cells = shown or cells  # a scale of one's own has other cases
-    return [with_equal_steps(cell) for cell in cells] if equal is Equal.steps else list(cells)
+    if equal is Equal.participation:
+        return [with_equal_participation(cell) for cell in cells]
+    return list(cells)
 
 
 def folder_name(what: str, scale: str, graph: Graph, equal: Equal) -> str:
     parts = [what, Path(scale).name]
     parts += ["pull"] if graph is Graph.pull else []
-    parts += ["equal-steps"] if equal is Equal.steps else []
+    parts += ["equal-participation"] if equal is Equal.participation else []
     return "-".join(filter(None, parts))
 
 
@@ -137,10 +142,10 @@ def _write(
     how: Shown,
     as_json: bool,
 ) -> None:
-    from quiverfl.reproduce.write import per_case, write
+    from quiverfl.reproduce.write import per_case, write, written_files
 
     tables = write(what, item, cells, places, folder, how)
-    files = sorted(str(path) for path in folder.iterdir() if path.is_file())
+    files = [str(folder / name) for name in written_files(folder)]
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "files": files}))
         return

@@ -183,7 +183,7 @@ def write_events(cells: Sequence[Cell], places: Places, folder: Path) -> None:
 
 def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) -> None:
     """A page, a table and the numbers of each case."""
-    from quiverfl.results.files import replace_file
+    from quiverfl.results.files import file_name, replace_file
     from quiverfl.results.report import write_report
     from quiverfl.results.scores import comparison
     from quiverfl.results.terminal import print_comparison
@@ -191,7 +191,7 @@ def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) ->
     console = Console(quiet=quiet, highlight=False)
     for case in dict.fromkeys(cell.case for cell in cells):
         runs = [places.run(cell) for cell in cells if cell.case == case]
-        name = "".join(c if c.isalnum() or c in ".-" else "-" for c in case) or "report"
+        name = file_name(case) or "report"
         groups = write_report(runs, folder / f"{name}.html")
         numbers_file = folder / f"{name}.csv"
         replace_file(numbers_file, comparison(groups).to_csv(index=False).encode())

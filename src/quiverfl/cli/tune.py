@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +24,9 @@ from quiverfl.cli.sweep import (
     Stage,
     carry_out,
     choice,
+    leave,
 )
+from quiverfl.results.numbers import NOTHING
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import load_sweep
 
@@ -57,34 +60,57 @@ def tune(
     found = tuned(plan.cells, places, stage.value, "last")
     if as_json:
         typer.echo(json.dumps([_row(one) for one in found]))
-        return
-    console = Console(highlight=False)
-    console.print(_table(found, stage.value))
-    counts = {len(one.tries) for one in found}
-    if len(counts) > 1:
-        console.print("The methods had different numbers of tries.", style="bold")
-    typer.echo(as_overrides(found))
+    else:
+        console = Console(highlight=False)
+        console.print(_table(found, stage.value))
+        if len({len(one.tries) for one in found}) > 1:
+            console.print("The methods had different numbers of tries.", style="bold")
+        typer.echo(as_overrides(found))
+    # That a try diverges is an answer; that one could not be run is not.
+    leave([cell for cell in plan.cells if places.state(cell) != "diverged"], places)
 
 
 def _table(found: Sequence[Tuned], stage: str) -> Table:
-    cases = list(found[0].best.scores)
-    table = Table("method", "tries", "diverged", "best", box=None, pad_edge=False)
+    cases = list(found[0].tries[0].scores)
+    table = Table("method", "tries", "diverged", "not run", "best", box=None, pad_edge=False)
     for case in cases:
         table.add_column(f"{case}\n{stage}".strip(), justify="right")
     table.add_column("next best", justify="right")
     for one in found:
-        edge = one.at_the_edge()
-        shown = ", ".join(
-            f"{key.rsplit('.', 1)[-1]} {value}{' (edge)' if key in edge else ''}"
-            for key, value in one.best.point
-        )
-        scores = [f"{one.best.scores[case]:.4f}" for case in cases]
-        second = f"{one.tries[1].mean - one.best.mean:+.4f}" if len(one.tries) > 1 else ""
-        failed = sum(a_try.mean != a_try.mean for a_try in one.tries)
-        table.add_row(one.method, str(len(one.tries)), str(failed), shown, *scores, second)
+        diverged = sum(a_try.diverged for a_try in one.tries)
+        missing = sum(math.isnan(a_try.mean) and not a_try.diverged for a_try in one.tries)
+        counts = [str(count) for count in (len(one.tries), diverged, missing)]
+        table.add_row(one.method, *counts, *_best(one, cases))
     return table
 
 
+def _best(one: Tuned, cases: Sequence[str]) -> list[str]:
+    """The best point, its scores, and how far behind the next is."""
+    if one.best is None:
+        return ["none has a score", *(NOTHING for _ in cases), NOTHING]
+    edge = one.at_the_edge()
+    shown = ", ".join(
+        f"{key.rsplit('.', 1)[-1]} {value}{' (edge)' if key in edge else ''}"
+        for key, value in one.best.point
+    )
+    second = one.tries[1].mean - one.best.mean if len(one.tries) > 1 else math.nan
+    scores = [f"{one.best.scores[case]:.4f}" for case in cases]
+    return [shown, *scores, NOTHING if math.isnan(second) else f"{second:+.4f}"]
+
+
 def _row(one: Tuned) -> dict[str, object]:
-    tries = [{"point": dict(t.point), "scores": t.scores, "mean": t.mean} for t in one.tries]
+    tries = [
+        {
+            "point": dict(one_try.point),
+            "scores": {case: _number(score) for case, score in one_try.scores.items()},
+            "mean": _number(one_try.mean),
+            "diverged": one_try.diverged,
+        }
+        for one_try in one.tries
+    ]
     return {"method": one.method, "tries": tries}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value

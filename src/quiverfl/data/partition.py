@@ -47,10 +47,6 @@ class Partition:
     def clients(self) -> int:
         return len(self.train)
 
-    def counts(self) -> Integers:
-        """How many training examples of each class every client has: [clients, classes]."""
-        return self.train_counts
-
     def heterogeneity(self) -> float:
         """Mean total-variation distance of the clients' class shares from those of all together.
 

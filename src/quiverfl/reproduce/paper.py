@@ -17,10 +17,6 @@ def accuracy(case: str, method: str) -> tuple[float, float] | None:
     return mean / 100, std / 100
 
 
-def has_accuracy(case: str) -> bool:
-    return case in _numbers()["accuracy"]
-
-
 def target(case: str) -> float | None:
     """The accuracy that counts as reached, as a share."""
     found = _numbers()["rounds"].get(case)

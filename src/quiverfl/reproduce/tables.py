@@ -20,7 +20,7 @@ from quiverfl.reproduce.scores import (
     seed_words,
     target_frame,
 )
-from quiverfl.reproduce.words import setting_words
+from quiverfl.reproduce.words import evaluation_words, setting_words, step_words
 from quiverfl.results import numbers
 from quiverfl.results.palette import display
 from quiverfl.results.protocol import REPORT_WORDS, describe
@@ -101,8 +101,9 @@ def target_table(item: Item, results: Results, stage: str) -> Table:
     caption = [
         f"Rounds until the unweighted mean over clients of the test {METRIC} at stage “{stage}” "
         "first reached the target with every seed, counted from 1; “–” where one did not. "
-        "Speed-ups are over the slowest method that did.",
+        "Speed-ups are over the slowest method that did; the paper's follow from its rounds.",
         _target_words(frame),
+        evaluation_words(results),
         "A server round trains only the clients it samples.",
         seed_words(results.all_groups()),
         setting_words(results),
@@ -125,9 +126,11 @@ def equal_steps_table(item: Item, results: Results, stages: Sequence[str]) -> Ta
         f"Test {METRIC} when a method has made at most the named number of local steps "
         "(mini-batches of all clients together), at the last evaluation before that; "
         "the budget is what the method with the fewest steps made in all its rounds; “–” where a "
-        "method was first evaluated beyond it (`--equal steps` gives every method as many). "
-        "Learning rates follow the rounds, so a method cut short has not decayed its own.",
+        "method was first evaluated beyond it (with `--equal participation` server methods train "
+        "as often as the others). Learning rates follow the rounds, so a method cut short has not "
+        "decayed its own.",
         seed_words(results.all_groups()),
+        *results.missing,
     ]
     title = f"{item.title}, at equal local steps, in %"
     return _table(title, item, results.methods(), blocks, caption)
@@ -151,6 +154,7 @@ def difference_table(
         f"{REPORT_WORDS[report]}, taken within each seed, then averaged. Positive: ahead "
         "of it. The CSV file has Student's 95 % intervals.",
         seed_words(results.all_groups()),
+        *results.missing,
     ]
     title = f"{item.title}: against {display(REFERENCE)}, paired by seed, in points"
     methods = [method for method in results.methods() if method != REFERENCE]
@@ -190,6 +194,7 @@ def _accuracy_caption(
         "Best means are bold.",
         item.note,
         setting_words(results),
+        step_words(results),
         *results.missing,
     ]
     return " ".join(filter(None, parts))

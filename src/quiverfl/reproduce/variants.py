@@ -1,4 +1,4 @@
-"""Two honest variations of every experiment: the paper's other graph, and equal local steps."""
+"""Two honest variations of every experiment: the paper's other graph, and equal participation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from quiverfl.experiment import make_method, topology_for
+from quiverfl.reproduce.catalogue import Item
 from quiverfl.sweeps.plan import Cell
 
 Directed: TypeAlias = Literal["push", "pull"]
@@ -18,7 +19,14 @@ def graph_settings(directed: Directed) -> tuple[str, ...]:
     return tuple(f"overrides.{name}.topology.name=random_pull" for name in ("osgp", "dfedpgp"))
 
 
-def with_equal_steps(cell: Cell) -> Cell:
+def trained_as_often(item: Item) -> Item:
+    """The item with a title and a note that say so."""
+    note = "Server methods had more rounds, so that every client trains as often under all methods."
+    title = f"{item.title}, every client training as often"
+    return replace(item, title=title, note=f"{item.note} {note}".strip())
+
+
+def with_equal_participation(cell: Cell) -> Cell:
     """More rounds where only some clients train in each, so that everybody trains as often.
 
     The learning rate decays over the longer run as it did over the shorter one.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from quiverfl.reproduce.collect import Results
+from quiverfl.results import numbers
 from quiverfl.results.groups import Group
 from quiverfl.results.palette import display
+from quiverfl.results.report import partition_words
 
 TRAINING = {
     "lr": "lr",
@@ -27,13 +30,16 @@ def setting_words(results: Results) -> str:
         for group in groups
         if group.first.train_counts is not None
     ]
+    augment = [str(_option(group, "data", "augment") or "none") for group in groups]
     parts = [
+        _several([partition_words(group.first) for group in groups]),
         f"{_range([group.first.clients for group in groups])} clients",
         f"about {_several(samples)} training samples each" if samples else "",
         _several([str(_option(group, "model", "name")) for group in groups]),
         f"{_range([group.first.planned_rounds or 0 for group in groups])} rounds",
         _epoch_words(groups),
         *(_training_words(groups, key, word) for key, word in TRAINING.items()),
+        "" if set(augment) == {"none"} else f"augmentation {_several(augment)}",
     ]
     return f"{', '.join(filter(None, parts))}. {_graph_words(groups)}"
 
@@ -43,13 +49,49 @@ def _epoch_words(groups: list[Group]) -> str:
     return _several([f"{', '.join(map(str, some))} local epochs" for some in epochs if some])
 
 
+def step_words(results: Results) -> str:
+    """How much each method trained in all: equal rounds are not equal computation."""
+    steps = [(group.method, numbers.whole(_steps(group))) for group in results.all_groups()]
+    if len({count for _, count in steps}) == 1:
+        return ""
+    return f"Local steps of a run, all clients together: {_by_method(steps)}."
+
+
+def evaluation_words(results: Results) -> str:
+    """How late a target may be seen."""
+    every = [
+        (group.method, str(_option(group, "run", "evaluate_every") or 1))
+        for group in results.all_groups()
+    ]
+    if {count for _, count in every} == {"1"}:
+        return ""
+    return (
+        f"Evaluated every {_by_method(every)} rounds: a target counts as reached at the next "
+        "evaluation."
+    )
+
+
 def _training_words(groups: list[Group], key: str, word: str) -> str:
-    values = list(dict.fromkeys(_shown(_option(group, "training", key)) for group in groups))
-    if values == ["None"]:
+    values = [(group.method, _shown(_option(group, "training", key))) for group in groups]
+    if {value for _, value in values} == {"None"}:
         return "no clipping" if key == "clip_norm" else ""
-    if len(values) == 1:
-        return f"{word} {values[0]}"
-    return f"{word} {' / '.join(value.replace('None', 'as lr') for value in values)} by method"
+    return f"{word} {_by_method(values).replace('None', 'as lr')}"
+
+
+def _by_method(values: Sequence[tuple[str, str]]) -> str:
+    """The usual value, and in brackets who has another: “0.02 (0.01 for Local, OSGP)”."""
+    methods: dict[str, list[str]] = {}
+    for method, value in values:
+        named = methods.setdefault(value, [])
+        if display(method) not in named:
+            named.append(display(method))
+    usual = max(methods, key=lambda value: len(methods[value]))
+    others = [f"{value} for {', '.join(m)}" for value, m in methods.items() if value != usual]
+    return f"{usual} ({'; '.join(others)})" if others else usual
+
+
+def _steps(group: Group) -> float:
+    return float(group.first.rounds["steps"].sum())
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +17,44 @@ from quiverfl.reproduce.collect import Results, collect
 from quiverfl.reproduce.page import page
 from quiverfl.results import table_formats
 from quiverfl.results.figures import write_figure
-from quiverfl.results.files import replace_file
+from quiverfl.results.files import file_name, replace_file
 from quiverfl.results.report import write_report
 from quiverfl.results.summary import STAGES, Report
 from quiverfl.results.table_formats import Table
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell as SweepCell
+
+
+class Written:
+    """A folder whose files belong together: what an earlier call wrote and this one did not goes.
+
+    A list beside them says which those are; files of anybody else are let be.
+    """
+
+    LIST = ".written.json"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._names = folder, set[str]()
+
+    def place(self, name: str) -> Path:
+        """Where a file of this name is to be written."""
+        self._names.add(name)
+        return self._folder / name
+
+    def finish(self) -> None:
+        for name in written_files(self._folder):
+            if name not in self._names:
+                (self._folder / name).unlink(missing_ok=True)
+        content = json.dumps(sorted(self._names)).encode()
+        replace_file(self._folder / self.LIST, content)
+
+
+def written_files(folder: Path) -> list[str]:
+    """The names of what was last written into a folder."""
+    try:
+        return [str(name) for name in json.loads((folder / Written.LIST).read_text())]
+    except (OSError, ValueError):
+        return []
 
 
 @dataclass(frozen=True)
@@ -40,24 +73,35 @@ def write(
     name: str, item: Item, cells: Sequence[SweepCell], places: Places, folder: Path, shown: Shown
 ) -> list[Table]:
     """Write every file of an item into a folder; its tables, for the terminal."""
+    made = Written(folder)
     if item.kind == "partition":
-        return _write_partitions(name, item, cells, folder)
+        tables_made = _write_partitions(name, item, cells, made)
+    else:
+        tables_made = _write_results(name, item, cells, places, made, shown)
+    made.finish()
+    return tables_made
+
+
+def _write_results(
+    name: str, item: Item, cells: Sequence[SweepCell], places: Places, made: Written, shown: Shown
+) -> list[Table]:
     results = collect(cells, places)
-    made = _tables(name, item, results, shown)
-    for stem, table in made.items():
-        _write_table(table, folder / stem)
+    shown_tables = _tables(name, item, results, shown)
+    for stem, table in shown_tables.items():
+        _write_table(table, made, stem)
     for stem, frame in _frames(name, item, results, shown).items():
-        replace_file(folder / f"{stem}.csv", frame.to_csv(index=False).encode())
+        if len(frame):
+            replace_file(made.place(f"{stem}.csv"), frame.to_csv(index=False).encode())
     drawn = _figures(item, results, shown)
     for (stem, _), figure in drawn.items():
-        _write_figure(figure, folder / f"{name}-{stem}")
+        _write_figure(figure, made, f"{name}-{stem}")
     reports = {}
     if item.kind == "accuracy":
-        reports = _write_reports(cells, places, folder, shown.stage)
+        reports = _write_reports(cells, places, made, shown.stage)
     titled = {title: figure for (_, title), figure in drawn.items()}
-    text = page(name, item, list(made.values()), titled, results, reports)
-    replace_file(folder / "report.html", text.encode())
-    return list(made.values())
+    text = page(name, item, list(shown_tables.values()), titled, results, reports)
+    replace_file(made.place("report.html"), text.encode())
+    return list(shown_tables.values())
 
 
 def per_case(
@@ -107,7 +151,7 @@ def _figures(item: Item, results: Results, shown: Shown) -> dict[tuple[str, str]
 
 
 def _write_reports(
-    cells: Sequence[SweepCell], places: Places, folder: Path, stage: str
+    cells: Sequence[SweepCell], places: Places, made: Written, stage: str
 ) -> dict[str, str]:
     """One page per case with everything there is to know about its runs."""
     runs: dict[str, list[Path]] = {}
@@ -116,36 +160,35 @@ def _write_reports(
             runs.setdefault(cell.label, []).append(places.run(cell))
     addresses = {}
     for label, found in runs.items():
-        file = f"case-{''.join(c if c.isalnum() or c in '.-' else '-' for c in label)}.html"
-        write_report(found, folder / file, stage)
+        file = f"case-{file_name(label)}.html"
+        write_report(found, made.place(file), stage)
         addresses[label or "all runs"] = file
     return addresses
 
 
 def _write_partitions(
-    name: str, item: Item, cells: Sequence[SweepCell], folder: Path
+    name: str, item: Item, cells: Sequence[SweepCell], made: Written
 ) -> list[Table]:
     """Heat-maps and a few numbers about them; nothing is trained."""
     one_each = {cell.label: cell.config for cell in cells}
     shares = {label: share_out(config, load_data(config)) for label, config in one_each.items()}
     table = tables.partition_table(item, shares)
     figure = figures.draw_partitions([(label, s.train_counts) for label, s in shares.items()])
-    _write_table(table, folder / name)
+    _write_table(table, made, name)
     frame = pd.DataFrame([[cell.text for cell in row] for row in table.rows])
     frame.columns = pd.Index([column.title for column in table.columns])
-    replace_file(folder / f"{name}.csv", frame.to_csv(index=False).encode())
-    _write_figure(figure, folder / f"{name}-partitions")
+    replace_file(made.place(f"{name}.csv"), frame.to_csv(index=False).encode())
+    _write_figure(figure, made, f"{name}-partitions")
     text = page(name, item, [table], {"Clients across, classes down": figure})
-    replace_file(folder / "report.html", text.encode())
+    replace_file(made.place("report.html"), text.encode())
     return [table]
 
 
-def _write_table(table: Table, path: Path) -> None:
-    """Beside each other, so that names with dots stay whole."""
-    replace_file(Path(f"{path}.md"), table_formats.markdown(table).encode())
-    replace_file(Path(f"{path}.tex"), table_formats.latex(table).encode())
+def _write_table(table: Table, made: Written, stem: str) -> None:
+    replace_file(made.place(f"{stem}.md"), table_formats.markdown(table).encode())
+    replace_file(made.place(f"{stem}.tex"), table_formats.latex(table).encode())
 
 
-def _write_figure(figure: Figure, path: Path) -> None:
+def _write_figure(figure: Figure, made: Written, stem: str) -> None:
     for kind in ("png", "svg"):
-        write_figure(figure, Path(f"{path}.{kind}"))
+        write_figure(figure, made.place(f"{stem}.{kind}"))

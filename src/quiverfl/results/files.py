@@ -24,3 +24,8 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise QuiverError(f"{path} cannot be written: {problem.strerror}.") from problem
+
+
+def file_name(text: str) -> str:
+    """A text as part of a file's name: letters, digits, dots and dashes."""
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in text)

@@ -101,7 +101,7 @@ def _header(groups: Sequence[Group]) -> Markup:
         "clients": _several(run.clients for run in runs),
         "rounds": _several(run.planned_rounds or run.done_rounds for run in runs),
         "seeds": _several(len(group.runs) for group in groups),
-        "partition": _several(_partition_words(run) for run in runs),
+        "partition": _several(partition_words(run) for run in runs),
         "model": _several(run.config.get("model", {}).get("name", "unknown") for run in runs),
     }
     listed = [tag("div", tag("dt", name), tag("dd", text)) for name, text in facts.items()]
@@ -154,7 +154,7 @@ def _data_name(run: RunResult) -> str:
     return str(run.config.get("data", {}).get("name", "unknown data"))
 
 
-def _partition_words(run: RunResult) -> str:
+def partition_words(run: RunResult) -> str:
     data = run.config.get("data", {})
     options = [data.get(name) for name in ("alpha", "classes_per_client")]
     given = ", ".join(str(option) for option in options if option is not None)

@@ -68,10 +68,6 @@ class Sweep:
     name: str
     cells: tuple[Cell, ...]
 
-    def cases(self) -> list[str]:
-        """The labels of its cells, in their order."""
-        return list(dict.fromkeys(cell.label for cell in self.cells))
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -95,7 +91,7 @@ def load_sweep(path: Path, choice: Choice | None = None) -> Sweep:
     base = _base(tree, path)
     blocks = _chosen(_blocks(tree, path), choice)
     cells = [
-        Cell(config.with_values(after), name, point)
+        Cell(config.with_values(after), name, (*point, *_contradicted(case, after)))
         for name, case in _cases(tree, choice, path)
         for block in blocks
         for config, point in _points(_laid_over(base, case), block, before, path)
@@ -207,6 +203,12 @@ def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[s
             raise QuiverError(f"--set {text}: a sweep has several: use {option}.")
         (before if key.startswith("overrides.") else after).append((key, value))
     return before, after
+
+
+def _contradicted(case: Tree, settings: Sequence[tuple[str, Any]]) -> Point:
+    """What was set against the case's own word: it is no longer the case that its name says."""
+    own = _flat(case)
+    return tuple((key, _frozen(v)) for key, v in settings if key in own and own[key] != v)
 
 
 def _laid_over(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:

@@ -24,6 +24,8 @@ class Try:
     point: Point
     scores: dict[str, float]
     """By case, the mean over seeds and clients; NaN where a seed diverged or has not run."""
+    diverged: bool = False
+    """With any seed in any case."""
 
     @property
     def mean(self) -> float:
@@ -38,12 +40,15 @@ class Tuned:
     tries: tuple[Try, ...]
 
     @property
-    def best(self) -> Try:
-        return self.tries[0]
+    def best(self) -> Try | None:
+        """None if no try has a score with every seed."""
+        return None if math.isnan(self.tries[0].mean) else self.tries[0]
 
     def at_the_edge(self) -> list[str]:
         """Keys whose best value is the smallest or largest of three or more that were tried."""
-        keys = []
+        keys: list[str] = []
+        if self.best is None:
+            return keys
         for key, value in self.best.point:
             values = sorted({dict(one.point)[key] for one in self.tries})
             if len(values) > 2 and value in (values[0], values[-1]):
@@ -59,25 +64,24 @@ def tuned(cells: Sequence[Cell], places: Places, stage: str, report: Report) -> 
                 "tuning needs data.validation, such as 0.2: choosing by the test data would make "
                 "the results that follow look better than they are."
             )
-    found: dict[str, dict[Point, dict[str, list[float]]]] = {}
-    sign = 1.0
+    found: dict[str, dict[Point, list[Cell]]] = {}
     for cell in cells:
-        score, better = _score(cell, places, stage, report)
-        sign = sign if better is None else better
-        point = found.setdefault(cell.config.method.name, {}).setdefault(cell.point, {})
-        point.setdefault(cell.case, []).append(score)
-    return [
-        Tuned(method, tuple(sorted(map(_try, points.items()), key=lambda t: _rank(t, sign))))
-        for method, points in found.items()
-    ]
+        found.setdefault(cell.config.method.name, {}).setdefault(cell.point, []).append(cell)
+    chosen = []
+    for method, points in found.items():
+        tries = [_try(point, of, places, stage, report) for point, of in points.items()]
+        sign = next((sign for _, sign in tries if sign is not None), 1.0)
+        ranked = sorted((one for one, _ in tries), key=lambda one: _rank(one, sign))
+        chosen.append(Tuned(method, tuple(ranked)))
+    return chosen
 
 
 def as_overrides(choices: Sequence[Tuned]) -> str:
-    """The choices as sections of a configuration."""
+    """The choices as sections of a configuration; nothing for a method without a score."""
     lines: list[str] = []
     for choice in choices:
         sections: dict[str, list[str]] = {}
-        for path, value in choice.best.point:
+        for path, value in () if choice.best is None else choice.best.point:
             section, _, key = path.partition(".")
             sections.setdefault(section, []).append(f"{key} = {json.dumps(value)}")
         for section, settings in sections.items():
@@ -85,9 +89,19 @@ def as_overrides(choices: Sequence[Tuned]) -> str:
     return "\n".join(lines)
 
 
-def _try(item: tuple[Point, dict[str, list[float]]]) -> Try:
-    point, by_case = item
-    return Try(point, {case: float(np.mean(scores)) for case, scores in by_case.items()})
+def _try(
+    point: Point, cells: Sequence[Cell], places: Places, stage: str, report: Report
+) -> tuple[Try, float | None]:
+    """One point over all its cases and seeds, and the sign of what is better, if it is known."""
+    by_case: dict[str, list[float]] = {}
+    sign = None
+    for cell in cells:
+        score, better = _score(cell, places, stage, report)
+        sign = sign if better is None else better
+        by_case.setdefault(cell.case, []).append(score)
+    means = {case: float(np.mean(scores)) for case, scores in by_case.items()}
+    diverged = any(places.state(cell) == "diverged" for cell in cells)
+    return Try(point, means, diverged), sign
 
 
 def _rank(one: Try, sign: float) -> float:
