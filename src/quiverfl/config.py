@@ -133,7 +133,7 @@ class Config(Section):
     overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
 
     def identity(self) -> str:
-        """A hash of everything that decides the result; of nothing that does not."""
+        """A hash of everything that decides what a run computes and records, not where and how."""
         values = self.model_dump(mode="json", exclude={"overrides"})
         for key in RUNTIME_KEYS:
             values["run"].pop(key)

@@ -70,7 +70,7 @@ ITEMS = {
         "Number of clients",
         "series",
         "fig3b",
-        note="The same images are shared out between all clients: the fewer, the more each has.",
+        note="As many images are shared out between all clients: the fewer, the more each has.",
     ),
     "fig4": Item("Who holds which classes", "partition", "fig4"),
     "fig5": Item("Learning curves (Tiny-ImageNet)", "curves", "table6"),
