@@ -90,7 +90,7 @@ def test_data_changed_after_the_start_is_refused(tmp_path: Path) -> None:
     (begun / "summary.json").unlink()
     np.savez(file, x=x + 1e-3, y=y)
     for folder in (tmp_path / "over", begun):
-        with pytest.raises(qv.QuiverError, match="on other data of the same name"):
+        with pytest.raises(qv.QuiverError, match="a run with another data npz"):
             run_in_folder(mine, folder)
     file.unlink()
     assert run_in_folder(mine, tmp_path / "over")["finished"]  # results outlive their data
@@ -167,7 +167,7 @@ def test_a_diverging_run_keeps_what_it_had(tmp_path: Path) -> None:
     assert summary["finished"] is False
     assert {"round", "client"} <= set(summary["diverged"])
     assert (tmp_path / "run" / "history.jsonl").exists()
-    RunFolder(tmp_path / "run").open(wild, "", *_parts(wild))  # tried again, and killed at once
+    RunFolder(tmp_path / "run").open(wild, {}, *_parts(wild))  # tried again, and killed at once
     assert "diverged" not in RunFolder(tmp_path / "run").summary()
 
 

@@ -195,7 +195,7 @@ def test_cells_of_two_versions_of_the_data_are_not_put_together(tmp_path: Path) 
     written(1.0)
     again = CliRunner().invoke(app, words)
     assert isinstance(again.exception, QuiverError)
-    assert "on other data of the same name" in str(again.exception)
+    assert "a run with another data npz" in str(again.exception)
     (tmp_path / "mine.npz").unlink()
     assert CliRunner().invoke(app, words).exit_code == 0
 

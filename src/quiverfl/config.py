@@ -15,14 +15,14 @@ import hashlib
 import inspect
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.methods import METHODS
+from quiverfl.methods import Method, find_method
 from quiverfl.topologies import TOPOLOGIES
 from quiverfl.training import Training
 
@@ -50,6 +50,13 @@ class DataConfig(Section):
     """Of the partition; the run's own unless given."""
     options: Options = Field(default_factory=dict)
     """Of the source, such as the columns of a table."""
+
+    @model_validator(mode="after")
+    def _all_owners(self) -> DataConfig:
+        """Under `natural` the data says how many clients there are, unless fewer are wanted."""
+        if self.partition == "natural" and "clients" not in self.model_fields_set:
+            object.__setattr__(self, "clients", None)
+        return self
 
     def partition_options(self) -> Options:
         named = ("alpha", "classes_per_client", "min_samples")
@@ -149,8 +156,7 @@ class Config(Section):
 
     def for_method(self, name: str) -> Config:
         """The same for another method: its own options only, and what is overridden for it."""
-        if name not in METHODS:
-            raise QuiverError(f"method.name = {name!r}: unknown method; {nearest(name, METHODS)}")
+        find_method(name)
         tree = self.model_dump(mode="json", exclude_unset=True)
         if tree.get("method", {}).get("name", MethodConfig().name) != name:
             tree["method"] = {"name": name}
@@ -216,10 +222,7 @@ def _refuse_unknown(tree: Mapping[str, Any], source: str) -> None:
 
 def _refuse_unknown_overrides(values: Mapping[str, Any], source: str) -> None:
     for method, sections in values.items():
-        if method not in METHODS:
-            raise QuiverError(
-                f"{source}: [overrides.{method}]: unknown method; {nearest(method, METHODS)}"
-            )
+        _method(method, f"{source}: [overrides.{method}]")
         own = dict(sections)
         if isinstance(own.get("method"), Mapping):
             own["method"] = {"name": method, **own["method"]}  # its options, not the base's
@@ -232,11 +235,7 @@ def _refuse_unknown_keys(
     known = set(kind.model_fields)
     if section == "method":
         name = values.get("name", MethodConfig().name)
-        if name not in METHODS:
-            raise QuiverError(
-                f"{source}: method.name = {name!r}: unknown method; {nearest(str(name), METHODS)}"
-            )
-        known |= set(inspect.signature(METHODS[name]).parameters)
+        known |= set(inspect.signature(_method(str(name), source)).parameters)
     elif section == "topology":
         name = values.get("name", "auto")
         if name not in TOPOLOGIES and name != "auto":
@@ -250,6 +249,13 @@ def _refuse_unknown_keys(
     for key in values:
         if key not in known:
             raise QuiverError(f"{source}: unknown key {section}.{key}; {nearest(key, known)}")
+
+
+def _method(name: str, source: str) -> Callable[..., Method]:
+    try:
+        return find_method(name)
+    except QuiverError as error:
+        raise QuiverError(f"{source}: {error}") from error
 
 
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:

@@ -22,7 +22,8 @@ from quiverfl.engine.history import Recorder
 from quiverfl.engine.simulate import Run, check, simulate
 from quiverfl.errors import QuiverError
 from quiverfl.folder import RunFolder
-from quiverfl.methods import METHODS
+from quiverfl.loading import is_reference, source_digest
+from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method, adaptation
 from quiverfl.models import make_model
 from quiverfl.task import Task
@@ -121,15 +122,16 @@ def run_in_folder(
     if folder.holds_run():
         folder.check(config)
         if folder.finished():
-            found = data_if_there(config) if dataset is None else dataset
-            if found is not None:
-                folder.check_data(found.digest)
+            folder.check_inputs(
+                inputs_there(config, DataShelf()) if dataset is None else inputs_of(config, dataset)
+            )
             return folder.summary()
     found = load_data(config) if dataset is None else dataset
-    folder.check_data(found.digest)
+    inputs = inputs_of(config, found)
+    folder.check_inputs(inputs)
     experiment = Experiment.of(config, found)
     experiment.check()
-    folder.open(config, found.digest, experiment.partition, experiment.topology)
+    folder.open(config, inputs, experiment.partition, experiment.topology)
     resume = folder.resume()
     with folder.recording(recorder) as both:
         run = experiment.run(both, folder, resume)
@@ -138,7 +140,7 @@ def run_in_folder(
 
 def make_method(config: Config) -> Method:
     try:
-        return METHODS[config.method.name](**config.method.options())
+        return find_method(config.method.name)(**config.method.options())
     except TypeError as error:
         raise QuiverError(f"method {config.method.name!r}: {error}.") from error
 
@@ -147,12 +149,20 @@ def load_data(config: Config) -> Dataset:
     return load_dataset(config.data.name, config.data.root, **config.data.options)
 
 
-def data_if_there(config: Config) -> Dataset | None:
-    """Results can be read where the data they come from cannot."""
+def inputs_of(config: Config, dataset: Dataset) -> dict[str, str]:
+    """Digests of what a run is made from beside its configuration: its data and one's own code."""
+    own = (config.data.name, config.model.name, config.method.name)
+    code = {f"code of {name}": source_digest(name) for name in own if is_reference(name)}
+    return {f"data {config.data.name}": dataset.digest, **code}
+
+
+def inputs_there(config: Config, shelf: DataShelf) -> dict[str, str]:
+    """The same, or nothing where the data or code is not to be had: results outlive them."""
     try:
-        return load_data(config)
-    except QuiverError:
-        return None
+        return inputs_of(config, shelf.take(config))
+    except Exception:
+        # Also whatever a function of one's own raises: a run that has to be made will say it.
+        return {}
 
 
 class DataShelf:

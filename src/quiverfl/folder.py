@@ -11,7 +11,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -68,19 +68,20 @@ class RunFolder:
                 "it is no longer wanted."
             )
 
-    def check_data(self, digest: str) -> None:
-        """Refuse data other than that the run was made with; old folders do not say which."""
-        if not self.holds_run():
-            return
-        theirs = str(_read(self.path / "config.json").get("data", digest))
-        if theirs != digest:
-            raise QuiverError(
-                f"{self.path} holds a run on other data of the same name: it was changed since "
-                f"(digest {theirs[:8]} then, {digest[:8]} now). Put it back, choose another --out, "
-                "or delete the folder if it is no longer wanted."
-            )
+    def check_inputs(self, inputs: Mapping[str, str]) -> None:
+        """Refuse data or code other than the run was made with, by their digests."""
+        theirs = _read(self.path / "config.json").get("inputs", {}) if self.holds_run() else {}
+        for name, digest in inputs.items():
+            if theirs.get(name, digest) != digest:
+                raise QuiverError(
+                    f"{self.path} holds a run with another {name}: it was changed since, though "
+                    "not its name. Put it back, choose another --out, or delete the folder if it "
+                    "is no longer wanted."
+                )
 
-    def open(self, config: Config, digest: str, partition: Partition, topology: Topology) -> None:
+    def open(
+        self, config: Config, inputs: Mapping[str, str], partition: Partition, topology: Topology
+    ) -> None:
         """Make the folder and write what is known before the first round."""
         if self.path.exists() and not self.path.is_dir():
             raise QuiverError(f"{self.path} is a file: choose another --out.")
@@ -94,7 +95,7 @@ class RunFolder:
             text = {
                 "quiver": quiverfl.__version__,
                 "identity": config.identity(),
-                "data": digest,
+                "inputs": dict(inputs),
                 "config": config.model_dump(mode="json"),
                 "topology": {"name": topology.name, **topology.options},
             }

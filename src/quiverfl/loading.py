@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import sys
@@ -44,6 +45,17 @@ def load_callable(reference: str, folder: Path | None = None) -> Callable[..., A
             f"{reference!r} is a {type(found).__name__}, not a function: name something callable."
         )
     return found
+
+
+def source_digest(reference: str) -> str:
+    """A hash of the file that `module:function` is in; not of what that file imports."""
+    try:
+        source = inspect.getsourcefile(inspect.unwrap(load_callable(reference)))
+    except TypeError:  # made by a library, such as functools.partial
+        source = None
+    if source is None:
+        return ""
+    return hashlib.blake2b(Path(source).read_bytes(), digest_size=16).hexdigest()
 
 
 def check_options(

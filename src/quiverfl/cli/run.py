@@ -14,8 +14,9 @@ from rich.table import Table
 
 from quiverfl.cli.progress import progress
 from quiverfl.config import Config, load_config
-from quiverfl.errors import Diverged, QuiverError, nearest
-from quiverfl.methods import METHODS, Method
+from quiverfl.errors import Diverged, QuiverError
+from quiverfl.methods import METHODS, Method, find_method
+from quiverfl.results.files import file_name
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; wins over the file.")
@@ -165,14 +166,14 @@ def _refuse_unfinished(folder: Path) -> None:
 
 def _cell(settings: Config, name: str, seed: int, several: bool) -> tuple[str, Config]:
     cell = settings.for_method(name).with_values([("run.seed", seed)])
-    return (f"{name}-seed{seed}" if several else name), cell
+    label = file_name(name)
+    return (f"{label}-seed{seed}" if several else label), cell
 
 
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in METHODS:
-            raise QuiverError(f"--methods: unknown method {name!r}; {nearest(name, METHODS)}")
+        find_method(name)
     if not names:
         raise QuiverError("--methods: name at least one method, or `all`.")
     return list(dict.fromkeys(names))

@@ -16,7 +16,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.results import numbers
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
-from quiverfl.sweeps.pool import Outcome, check_data, cores, pending, run_cells
+from quiverfl.sweeps.pool import Outcome, check_inputs, cores, pending, run_cells
 
 
 class Stage(enum.StrEnum):
@@ -102,7 +102,7 @@ def carry_out(
     quiet: bool,
 ) -> list[Outcome]:
     """Say how much there is to do, do it, and show it meanwhile."""
-    check_data(cells, places)
+    check_inputs(cells, places)
     todo = pending(cells, places, retry)
     console = Console(stderr=True, highlight=False, quiet=quiet)
     names = {cell.name for cell in cells}

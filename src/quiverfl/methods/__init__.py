@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.loading import is_reference, load_callable
 from quiverfl.methods.contract import Message, Method, Once, Phase, Start, State, Train
 from quiverfl.methods.dfedavgm import DFedAvgM
 from quiverfl.methods.dfedavgmp import DFedAvgMP
@@ -29,6 +31,19 @@ METHODS: dict[str, Callable[..., Method]] = {
     "dfedpgp": DFedPGP,
 }
 
+
+def find_method(name: str) -> Callable[..., Method]:
+    """A method by its name in METHODS, or one's own class by `module:Class`."""
+    if is_reference(name):
+        return load_callable(name)
+    if name not in METHODS:
+        raise QuiverError(
+            f"method.name = {name!r}: unknown method; {nearest(name, METHODS)} "
+            "Your own: module:Class."
+        )
+    return METHODS[name]
+
+
 __all__ = [
     "METHODS",
     "OSGP",
@@ -49,4 +64,5 @@ __all__ = [
     "Start",
     "State",
     "Train",
+    "find_method",
 ]

@@ -55,7 +55,8 @@ def plain(method: str) -> str:
 
 def display(method: str) -> str:
     """The method's name as its authors write it, where we know them."""
-    return _KNOWN[plain(method)][0] if plain(method) in _KNOWN else method
+    known = _KNOWN.get(plain(method))
+    return method.rpartition(":")[2] if known is None else known[0]
 
 
 def rank(method: str) -> int:

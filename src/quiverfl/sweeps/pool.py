@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import DataShelf
+from quiverfl.experiment import DataShelf, inputs_there
 from quiverfl.folder import RunFolder
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell
@@ -51,22 +51,17 @@ def pending(cells: Iterable[Cell], places: Places, retry: bool = False) -> list[
     return [cell for cell in unique.values() if places.state(cell) not in over]
 
 
-def check_data(cells: Iterable[Cell], places: Places) -> None:
-    """Refuse to go on with cells whose data was changed since: one table would be of two data sets.
+def check_inputs(cells: Iterable[Cell], places: Places) -> None:
+    """Refuse to go on with cells whose data or code was changed since.
 
-    Cells whose data cannot be had here are let be: tables can be made anywhere.
+    One table would be made of two data sets. Where they cannot be had cells are let be: tables can
+    be made anywhere.
     """
     shelf = DataShelf()
     for cell in cells:
         folder = RunFolder(places.run(cell))
-        if not folder.holds_run():
-            continue
-        try:
-            digest = shelf.take(cell.config).digest
-        except Exception:
-            # Also whatever a function of one's own raises: the cell will say it if it has to run.
-            continue
-        folder.check_data(digest)
+        if folder.holds_run():
+            folder.check_inputs(inputs_there(cell.config, shelf))
 
 
 def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher) -> list[Outcome]:
