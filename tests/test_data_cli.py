@@ -12,7 +12,7 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from data_files import write_cifar10_binary
+from data_files import write_cifar10_binary, write_tiny_imagenet
 from quiverfl.cli.data import app, partition_app
 from quiverfl.data.partition import partition
 from quiverfl.data.sources import SOURCES, load_dataset
@@ -59,12 +59,28 @@ def test_fetch_refuses_what_cannot_be_fetched(tmp_path: Path) -> None:
 
 
 def test_fetch_leaves_alone_what_is_there(tmp_path: Path) -> None:
-    write_cifar10_binary(tmp_path)
+    write_tiny_imagenet(tmp_path)
     for arguments in (
-        ["fetch", "cifar10", "--root", str(tmp_path)],
-        ["--root", str(tmp_path), "fetch", "cifar10"],
+        ["fetch", "tiny_imagenet", "--root", str(tmp_path)],
+        ["--root", str(tmp_path), "fetch", "tiny_imagenet"],
     ):
-        assert "already there" in call("data", *arguments).stdout
+        assert "already there, and whole" in call("data", *arguments).stdout
+
+
+def test_fetch_does_not_call_damaged_files_there(tmp_path: Path) -> None:
+    write_cifar10_binary(tmp_path)
+    folder = tmp_path / "cifar-10-batches-bin"
+    with pytest.raises(QuiverError, match=f"wrong checksum.* Delete the folder {folder}"):
+        call("data", "fetch", "cifar10", "--root", str(tmp_path))
+    (folder / "data_batch_1.bin").unlink()
+    with pytest.raises(QuiverError, match=r"data_batch_1.bin is missing. Delete the folder"):
+        call("data", "fetch", "cifar10", "--root", str(tmp_path))
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "none" / "x.png"
+    with pytest.raises(QuiverError, match=f"--picture {place}: cannot be written"):
+        call("partition", "show", "--data", "digits", "--clients", "5", "--picture", str(place))
 
 
 def test_show_prints_sizes_labels_and_heterogeneity() -> None:

@@ -135,6 +135,28 @@ def test_resuming_ends_with_the_same_numbers(tmp_path: Path) -> None:
     assert left == right
 
 
+@pytest.mark.parametrize("name", ["history", "rounds"])
+def test_a_damaged_history_is_named_and_no_result_made_of_it(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    run_in_folder(config(), folder)
+    for file in ("summary.json", "history.parquet", "rounds.parquet"):
+        (folder / file).unlink()
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(qv.QuiverError, match=rf"{name}.jsonl lacks round \d"):
+        run_in_folder(config(), folder)
+    assert not (folder / "summary.json").exists()
+
+
+def test_under_natural_every_owner_is_a_client_unless_fewer_are_wanted() -> None:
+    natural = parse({"data": {"partition": "natural"}})
+    assert natural.data.clients is None
+    assert natural.with_values([("training.lr", 0.1)]).data.clients is None
+    assert parse(natural.model_dump(mode="json")).data.clients is None
+    assert parse({"data": {"partition": "natural", "clients": 7}}).data.clients == 7
+    assert parse({}).data.clients == 20
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(tmp_path: Path) -> None:
     run_in_folder(config(), tmp_path / "whole")
     folder = interrupted(tmp_path)

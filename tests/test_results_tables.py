@@ -274,6 +274,35 @@ def test_a_mean_over_seeds_waits_for_those_under_way_but_not_for_diverged_ones(
     assert (group.seeds, group.under_way) == ((0, 1), ())
 
 
+def test_in_a_grid_the_gap_is_to_local_with_the_same_settings(tmp_path: Path) -> None:
+    for method, level, lr in (
+        ("local", 0.5, 0.1), ("local", 0.6, 0.2), ("fedavg", 0.7, 0.1), ("fedavg", 0.7, 0.2)
+    ):  # fmt: skip
+        folder = tmp_path / f"{method}{lr}"
+        write_exact(folder, method, 0, [[level]], [[level]])
+        written = json.loads((folder / "config.json").read_text())
+        written["config"]["training"]["lr"] = lr
+        write_json(folder / "config.json", written)
+    table = comparison_table(group_runs(find_runs([tmp_path])))
+    gaps = {row[0].text: row[4].text for row in table.rows}
+    assert gaps["FedAvg (lr 0.1)"] == "+20.00"
+    assert gaps["FedAvg (lr 0.2)"] == "+10.00"
+    assert "under Local with the closest settings" in table.caption
+
+
+def test_clients_without_test_data_are_counted(tmp_path: Path) -> None:
+    write_exact(tmp_path / "a", "fedavg", 0, [[0.5, 0.5, 0.5]], [[0.5, 0.5, 0.5]])
+    caption = comparison_table(group_runs(find_runs([tmp_path]))).caption
+    assert "no test data" not in caption
+    np.savez(
+        tmp_path / "a" / "partition.npz",
+        train_counts=np.ones((3, 2), dtype=np.int64),
+        test_counts=np.array([[3, 0], [0, 0], [1, 1]]),
+    )
+    caption = comparison_table(group_runs(find_runs([tmp_path]))).caption
+    assert "1 of 3 clients have no test data and are in no mean." in caption
+
+
 def test_a_diverged_run_says_where(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", Recipe(rounds=4), finished=False)
     write_json(folder / "summary.json", {"finished": False, "diverged": {"round": 4, "client": 7}})

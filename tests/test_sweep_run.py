@@ -200,6 +200,32 @@ def test_cells_of_two_versions_of_the_data_are_not_put_together(tmp_path: Path) 
     assert CliRunner().invoke(app, words).exit_code == 0
 
 
+def test_where_there_is_no_data_at_all_one_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(
+        BASE.replace("clients = 4", 'clients = 4\nname = "cifar10"') + "[grid]\nrun.seed = [0, 1]"
+    )
+    words = ["sweep", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "runs")]
+    words += ["--set", f"data.root={tmp_path}"]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, QuiverError)
+    assert "quiver data fetch cifar10" in str(result.exception)
+    assert not (tmp_path / "runs").exists()
+    planned = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert planned.exit_code == 0
+    assert "could not be estimated" in planned.output
+
+
+def test_what_diverged_is_in_the_report_and_said_to_have(tmp_path: Path) -> None:
+    text = BASE.replace("[base.run]", "[base.run]\nevaluate_every = 1")
+    text += "[grid]\ntraining.lr = [0.05, 1e30]\n"
+    (tmp_path / "plan.toml").write_text(text)
+    words = ["sweep", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "runs"), "-q"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 3
+    page = (tmp_path / "runs" / "plan" / "report.html").read_text()
+    assert "DFedPGP (lr 1e+30) (seed 0) diverged in round" in page
+
+
 def test_jobs_must_be_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(QuiverError, match="--jobs 0"):
         run_cells([], Places(tmp_path), 0, Told())

@@ -115,8 +115,27 @@ class RunFolder:
         """The newest checkpoint with the history up to it; later lines are cut off."""
         found = checkpoints(self.path / "checkpoints")
         round = 0 if not found else int(_read_round(found[-1]))
+        self._check_lines(round)
         history = self._cut(round)
         return Checkpoint.load(found[-1], history) if found else None
+
+    def _check_lines(self, round: int) -> None:
+        """Every round before a checkpoint was written down before it: a gap is damage."""
+        config = self.config().run
+        every, last = config.evaluate_every, config.rounds
+        wanted = {
+            "rounds": set(range(round)),
+            "history": {t for t in range(round) if (t + 1) % every == 0 or t + 1 == last},
+        }
+        for name, rounds in wanted.items():
+            path = self.path / f"{name}.jsonl"
+            missing = rounds - {line["round"] for line in read_lines(path)}
+            if missing:
+                raise QuiverError(
+                    f"{path} lacks round {min(missing) + 1}, which was recorded before the "
+                    f"checkpoint after round {round}: the file was damaged. Put it back, or delete "
+                    "the folder and run it anew."
+                )
 
     def _cut(self, round: int) -> History:
         """The history before this round; what came after it will be computed again."""

@@ -82,7 +82,9 @@ def fetch_command(
     with _progress() as report:
         made = fetch(source.downloads, top, report)
     place = official_place(name, top)
-    typer.echo(f"{name}: {'ready' if made else 'already there'} in {place}")
+    if not made:
+        load_dataset(name, top)  # what lies there may be damaged: then this says so
+    typer.echo(f"{name}: {'ready' if made else 'already there, and whole,'} in {place}")
 
 
 @partition_app.command("show")
@@ -103,7 +105,7 @@ def show(
     validation: Annotated[
         float | None, typer.Option(help="Share of the training examples held out as test set.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the partition.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the partition.")] = 0,
     root: Root = None,
     option: Annotated[
         list[str] | None, typer.Option(help="Of the data source, as key=value; repeatable.")
@@ -137,7 +139,12 @@ def show(
     if picture is not None:
         from quiverfl.results.partition_picture import draw_partition
 
-        draw_partition(shares.train_counts, picture, title=title, class_names=dataset.class_names)
+        try:
+            draw_partition(
+                shares.train_counts, picture, title=title, class_names=dataset.class_names
+            )
+        except (OSError, ValueError) as error:
+            raise QuiverError(f"--picture {picture}: cannot be written: {error}") from error
     if as_json:
         typer.echo(json.dumps(_facts(shares, title), indent=2))
     else:
@@ -215,6 +222,7 @@ def _print_partition(shares: Partition, dataset: Dataset, title: str) -> None:
         "total-variation distance from the whole"
     )
     if dataset.classes > SHOWN_CLASSES:
+        typer.echo(f"More than {SHOWN_CLASSES} classes: --json or --picture show who has which.")
         return
     typer.echo("\nclient  size  test  labels  shares of the classes")
     for client in range(min(shares.clients, SHOWN_CLIENTS)):

@@ -16,7 +16,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.results import numbers
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
-from quiverfl.sweeps.pool import Outcome, check_inputs, cores, pending, run_cells
+from quiverfl.sweeps.pool import Outcome, check_inputs, check_some_data, cores, pending, run_cells
 
 
 class Stage(enum.StrEnum):
@@ -74,7 +74,7 @@ def sweep(
         return
     finished = [cell for cell in plan.cells if places.state(cell) == "finished"]
     if finished:
-        _report(finished, places, out / plan.name, as_json)
+        _report(plan.cells, places, out / plan.name, as_json)
     if tensorboard:
         write_events(finished, places, out / plan.name / "tensorboard")
     leave(plan.cells, places)
@@ -104,6 +104,8 @@ def carry_out(
     """Say how much there is to do, do it, and show it meanwhile."""
     check_inputs(cells, places)
     todo = pending(cells, places, retry)
+    if not dry_run:
+        check_some_data(todo)
     console = Console(stderr=True, highlight=False, quiet=quiet)
     names = {cell.name for cell in cells}
     console.print(f"{len(names)} cells, {len(names) - len(todo)} of them done before.")
@@ -134,6 +136,9 @@ def _estimate(
             lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …"),
         )
     unknown = f"; {found.unknown} cells could not be estimated" if found.unknown else ""
+    if found.unknown == len(todo):
+        console.print("How long it will take could not be estimated.")
+        return found.seconds
     console.print(
         f"about {numbers.duration(found.total(jobs))} with {jobs} at a time "
         f"({found.trials} short trials, {found.measured} cells judged by earlier runs{unknown})."
@@ -190,7 +195,11 @@ def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) ->
 
     console = Console(quiet=quiet, highlight=False)
     for case in dict.fromkeys(cell.case for cell in cells):
-        runs = [places.run(cell) for cell in cells if cell.case == case]
+        own = [cell for cell in cells if cell.case == case]
+        # What diverged is shown as such; the report says it of whatever has not finished, too.
+        runs = [places.run(cell) for cell in own if places.state(cell) != "new"]
+        if not any(places.state(cell) == "finished" for cell in own):
+            continue
         name = file_name(case) or "report"
         groups = write_report(runs, folder / f"{name}.html")
         numbers_file = folder / f"{name}.csv"

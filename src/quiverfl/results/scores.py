@@ -13,7 +13,7 @@ import pandas as pd
 from scipy import special
 
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.results.groups import Group, common_metric
+from quiverfl.results.groups import Group, common_metric, settings
 from quiverfl.results.history import RunResult
 from quiverfl.results.palette import plain
 from quiverfl.results.protocol import Weighting
@@ -199,13 +199,25 @@ def _gap(
 
 
 def _local_beside(run: RunResult, groups: Sequence[Group]) -> RunResult | None:
-    """The Local run on the same data with the same model and seed, if it is among these runs."""
-    for group in groups:
-        for other in group.runs:
-            same = all(other.config.get(k) == run.config.get(k) for k in ("data", "model"))
-            if plain(other.method) == "local" and other.seed == run.seed and same:
-                return other
-    return None
+    """The Local run on the same data with the same model and seed, if it is among these runs.
+
+    Of several, as in a grid, the one whose other settings are closest.
+    """
+    mine = settings(run)
+
+    def differences(other: RunResult, sections: tuple[str, ...]) -> int:
+        theirs = settings(other)
+        keys = {key for key in {**mine, **theirs} if key.startswith(sections)}
+        return sum(mine.get(key) != theirs.get(key) for key in keys)
+
+    beside = [
+        other
+        for group in groups
+        for other in group.runs
+        if plain(other.method) == "local" and other.seed == run.seed
+        if not differences(other, ("data.", "model."))
+    ]
+    return min(beside, key=lambda other: differences(other, ("training.", "run.")), default=None)
 
 
 def _first_at(

@@ -10,6 +10,7 @@ import pandas as pd
 from quiverfl.results import numbers
 from quiverfl.results.groups import Group, common_metric
 from quiverfl.results.history import RunResult
+from quiverfl.results.palette import plain
 from quiverfl.results.protocol import REPORT_WORDS, UNTUNED, Weighting, describe
 from quiverfl.results.scores import (
     comparison,
@@ -80,10 +81,24 @@ def comparison_caption(
         parts.append("± is the standard deviation over seeds.")
     parts.append("σ is over clients; worst 10 % is the mean of the worst tenth of the clients.")
     if gaps:
-        parts.append("The gap is to the same client under Local, averaged over clients.")
+        several = sum(plain(group.method) == "local" for group in groups) > 1
+        closest = " with the closest settings" if several else ""
+        parts.append(f"The gap is to the same client under Local{closest}, averaged over clients.")
     if len(groups) > 1:
         parts.append("Best means are bold.")
-    return " ".join([*parts, *unfinished(groups)])
+    return " ".join([*parts, *untested(groups), *unfinished(groups)])
+
+
+def untested(groups: Sequence[Group]) -> list[str]:
+    """A sentence where clients without test data are not in the means."""
+    counts = {
+        (int((run.test_counts.sum(axis=1) == 0).sum()), run.clients)
+        for group in groups
+        for run in group.runs
+        if run.test_counts is not None
+    }
+    worst, clients = max(counts, default=(0, 0))
+    return [f"{worst} of {clients} clients have no test data and are in no mean."] if worst else []
 
 
 def unfinished(groups: Sequence[Group]) -> list[str]:

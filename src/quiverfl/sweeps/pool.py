@@ -64,6 +64,23 @@ def check_inputs(cells: Iterable[Cell], places: Places) -> None:
             folder.check_inputs(inputs_there(cell.config, shelf))
 
 
+def check_some_data(cells: Iterable[Cell]) -> None:
+    """Refuse to start where the data of no cell is there: the reason is one, not one per cell."""
+    shelf = DataShelf()
+    problem: QuiverError | None = None
+    for cell in cells:
+        try:
+            shelf.take(cell.config)
+        except QuiverError as error:
+            problem = error
+        except Exception:
+            return  # a mistake in one's own function: the cell's log has the whole of it
+        else:
+            return
+    if problem is not None:
+        raise problem
+
+
 def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher) -> list[Outcome]:
     """Run them all, `jobs` at a time, the cores split among them unless run.threads says else.
 

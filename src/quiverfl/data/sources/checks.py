@@ -8,12 +8,12 @@ from pathlib import Path
 from quiverfl.errors import QuiverError
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, remedy: str = "") -> bytes:
     """The bytes of a file, or an error that names it."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise QuiverError(f"{path} is missing.") from None
+        raise QuiverError(f"{path} is missing. {remedy}".strip()) from None
     except OSError as error:
         raise QuiverError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -38,9 +38,11 @@ def check_labels(path: Path, lowest: int, highest: int, classes: int) -> None:
         )
 
 
-def again(name: str) -> str:
+def fetch_again(name: str, path: Path) -> str:
+    """What to do about a damaged file; an archive is unpacked only where its folder is not."""
+    return f"Delete the folder {path.parent} and run 'quiver data fetch {name}'"
+
+
+def again(name: str, path: Path) -> str:
     """What to do about a file that is not the published one."""
-    return (
-        f"Delete it and run 'quiver data fetch {name}', or set data.options.verify = false if the "
-        "change was meant."
-    )
+    return f"{fetch_again(name, path)}, or set data.options.verify = false if the change was meant."

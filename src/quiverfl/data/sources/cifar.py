@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
-from quiverfl.data.sources.checks import again, check_labels, check_md5, read_file
+from quiverfl.data.sources.checks import again, check_labels, check_md5, fetch_again, read_file
 from quiverfl.data.sources.safe_pickle import load_pickle
 from quiverfl.errors import QuiverError, nearest
 
@@ -126,12 +126,12 @@ def _read_part(
     parts: list[tuple[Inputs, Integers]] = []
     for name, md5 in files.items():
         path = folder / name
-        content = read_file(path)
+        content = read_file(path, f"{fetch_again(release.name, path)}.")
         read = _read_binary if isinstance(release.label, int) else _read_python
         # First as records: a cut-off file is then called that, and not just a wrong checksum.
         images, labels = read(path, content, release)
         if verify:
-            check_md5(path, content, md5, again(release.name))
+            check_md5(path, content, md5, again(release.name, path))
         check_labels(path, int(labels.min()), int(labels.max()), release.classes)
         parts.append((images, labels.astype(np.int64)))
     return (
@@ -145,7 +145,7 @@ def _read_binary(path: Path, content: bytes, release: Release) -> tuple[Inputs, 
     if not content or len(content) % record:
         raise QuiverError(
             f"{path} is truncated: {len(content)} bytes are not a whole number of records of "
-            f"{record} bytes. Delete it and run 'quiver data fetch {release.name}'."
+            f"{record} bytes. {fetch_again(release.name, path)}."
         )
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
     assert isinstance(release.label, int)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
-from quiverfl.data.sources.checks import again, check_labels, check_md5, read_file
+from quiverfl.data.sources.checks import again, check_labels, check_md5, fetch_again, read_file
 from quiverfl.errors import QuiverError
 
 CLASSES = 10
@@ -81,17 +81,16 @@ def _load(
 ) -> tuple[Path, Inputs]:
     raw, packed = folder / name, folder / f"{name}.gz"
     if raw.exists() or not packed.exists():
-        return raw, _parse(raw, read_file(raw), sides)
+        return raw, _parse(raw, read_file(raw, f"{fetch_again(source, raw)}."), sides)
     content = read_file(packed)
     try:
         array = _parse(packed, gzip.decompress(content), sides)
     except (OSError, EOFError, zlib.error) as error:
         raise QuiverError(
-            f"{packed} is truncated or damaged ({error}). Delete it and run "
-            f"'quiver data fetch {source}'."
+            f"{packed} is truncated or damaged ({error}). {fetch_again(source, packed)}."
         ) from error
     if verify:
-        check_md5(packed, content, md5[packed.name], again(source))
+        check_md5(packed, content, md5[packed.name], again(source, packed))
     return packed, array
 
 
