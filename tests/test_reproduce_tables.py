@@ -194,10 +194,11 @@ def test_differences_are_taken_within_seeds(results: Results) -> None:
     assert list(frame["seeds"]) == [2, 2]
 
 
-def test_without_dfedpgp_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+def test_without_dfedpgp_or_others_there_is_nothing_to_compare(tmp_path: Path) -> None:
     places = Places(tmp_path)
-    found = collect([write(places, cell("local"), flat(0.5, 0.5))], places)
-    assert tables.difference_table(ITEM, found, ("local", "mixed")) is None
+    for method in ("local", "dfedpgp"):
+        found = collect([write(places, cell(method), flat(0.5, 0.5))], places)
+        assert tables.difference_table(ITEM, found, ("local", "mixed")) is None
 
 
 def test_what_has_not_finished_is_left_out_and_said(tmp_path: Path) -> None:

@@ -49,10 +49,10 @@ def accuracy_frame(results: Results, report: Report) -> pd.DataFrame:
 
 
 def difference_frame(results: Results, report: Report) -> pd.DataFrame:
-    """Every method minus DFedPGP, seed by seed; empty where DFedPGP is not there."""
+    """Every method minus DFedPGP, seed by seed; empty where it is not there or is alone."""
     rows = []
     for case in results.cases:
-        if case.group(REFERENCE) is None:
+        if case.group(REFERENCE) is None or len(case.groups) == 1:
             continue
         for stage in STAGES:
             frame = paired_differences(case.groups, REFERENCE, stage, report)
