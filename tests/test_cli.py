@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+import quiverfl as qv
+from quiverfl.cli.main import app
+from quiverfl.config import Config, load_config
 
 CONFIG = """
 [data]
@@ -153,3 +158,23 @@ def test_lists_for_people_and_machines(here: Path) -> None:
         done = quiver(command, cwd=here)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) > 5
+
+
+def test_the_reference_names_every_key_there_is() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    for name, section in Config.model_fields.items():
+        assert f"`[{name}" in page
+        kind = section.annotation
+        for key in getattr(kind, "model_fields", {}):
+            assert f"`{key}`" in page, f"{name}.{key}"
+
+
+def test_a_key_of_the_file_can_be_taken_out(here: Path) -> None:
+    values = ["topology.name=ring", *(f"topology.{key}=" for key in ("neighbors", "sampled"))]
+    config = load_config(here / "small.toml", values)
+    assert config.topology.options() == {}
+    assert load_config(here / "small.toml", ["training.lr="]).training.lr == 0.1
+
+
+def test_the_version_is_said() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"quiver {qv.__version__}\n"

@@ -27,6 +27,8 @@ from quiverfl.topologies import TOPOLOGIES
 from quiverfl.training import Training
 
 Options = dict[str, Any]
+UNSET = object()
+"""In place of a value: the key is taken out, so that its default holds."""
 
 
 class Section(BaseModel):
@@ -183,11 +185,11 @@ def load_config(path: Path, values: Iterable[str] = ()) -> Config:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`section.key=value` → the key and its value."""
+    """`section.key=value` → the key and its value; UNSET where there is none."""
     key, separator, value = text.partition("=")
     if not separator:
         raise QuiverError(f"--set {text!r}: write section.key=value.")
-    return key.strip(), _value(value.strip())
+    return key.strip(), _value(value.strip()) if value.strip() else UNSET
 
 
 def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -268,7 +270,10 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     *inner, last = key.split(".")
     for part in inner:
         target = target.setdefault(part, {})
-    target[last] = value
+    if value is UNSET:
+        target.pop(last, None)
+    else:
+        target[last] = value
 
 
 def _value(text: str) -> Any:

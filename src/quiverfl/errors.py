@@ -16,8 +16,8 @@ class Diverged(QuiverError):
     def __init__(self, round: int, client: int, where: str) -> None:
         super().__init__(
             f"round {round}, client {client}: {where} is not finite; training diverged. "
-            "Lower training.lr, set training.clip_norm (10 is common) or, for push-sum on sparse "
-            "graphs, method.step_floor. What was recorded before this round is kept."
+            "Lower training.lr, set or lower training.clip_norm (10 is common) or, for push-sum on "
+            "sparse graphs, method.step_floor. What was recorded before this round is kept."
         )
         self.round = round
         self.client = client

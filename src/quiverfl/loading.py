@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,12 @@ def source_digest(reference: str) -> str:
     if source is None:
         return ""
     return hashlib.blake2b(Path(source).read_bytes(), digest_size=16).hexdigest()
+
+
+def origin(error: BaseException) -> str:
+    """The file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "unknown"
 
 
 def check_options(

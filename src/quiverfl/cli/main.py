@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+import quiverfl
 from quiverfl.cli import data, peer, report, reproduce, run, sweep, theory, topology, tune
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.memory import keep_freed_memory
@@ -15,9 +17,21 @@ from quiverfl.memory import keep_freed_memory
 app = typer.Typer(
     help="Decentralized personalized federated learning over directed graphs.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def about(
+    version: Annotated[bool, typer.Option("--version", help="Say the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"quiver {quiverfl.__version__}")
+        raise typer.Exit
+
+
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("compare")(run.compare)

@@ -211,7 +211,7 @@ def _read(folder: Path) -> PeerFolder:
 def _option(text: str) -> tuple[str, Any]:
     from quiverfl.config import setting
 
-    if "=" not in text:
+    if not text.partition("=")[2]:
         raise QuiverError(f"--data-option {text!r}: write KEY=VALUE.")
     return setting(text)
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.loading import check_options, is_reference, load_callable
+from quiverfl.loading import check_options, is_reference, load_callable, origin
 from quiverfl.models.cnn import cnn_small, fedavg_cnn, lenet5
 from quiverfl.models.mlp import MLP
 from quiverfl.models.resnet_gn import resnet8_gn, resnet18_gn
@@ -35,10 +35,11 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
     check_options(f"model {name!r}", factory, options, given=("input_shape", "classes"))
     try:
         model = factory(input_shape, classes, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
+        # Also whatever a function of one's own raises: where it did is all they need.
         raise QuiverError(
             f"model {name!r} cannot be made for inputs {list(input_shape)}, {classes} classes and "
-            f"options {options}: {error}"
+            f"options {options}: {type(error).__name__}: {error} ({origin(error)})"
         ) from error
     if not isinstance(model, nn.Module):
         raise QuiverError(

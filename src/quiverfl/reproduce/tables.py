@@ -126,7 +126,7 @@ def equal_steps_table(item: Item, results: Results, stages: Sequence[str]) -> Ta
         f"Test {METRIC} when a method has made at most the named number of local steps "
         "(mini-batches of all clients together), at the last evaluation before that; "
         "the budget is what the method with the fewest steps made in all its rounds; “–” where a "
-        "method was first evaluated beyond it (with `--equal participation` server methods train "
+        "method was first evaluated beyond it (with --equal participation server methods train "
         "as often as the others). Learning rates follow the rounds, so a method cut short has not "
         "decayed its own.",
         seed_words(results.all_groups()),
@@ -234,7 +234,8 @@ def _column(rows: Sequence[Row], show: Callable[[Row], Cell]) -> dict[str, Cell]
 
 
 def _stage_column(rows: Sequence[Row], stage: str) -> dict[str, Cell]:
-    best = max((row[f"{stage}_mean"] for row in rows if row[f"{stage}_mean"] >= 0), default=None)
+    means = [row[f"{stage}_mean"] for row in rows if row[f"{stage}_mean"] >= 0]
+    best = max(means) if len(means) > 1 else None
     return _column(rows, lambda row: _spread(row[f"{stage}_mean"], row[f"{stage}_std"], best))
 
 

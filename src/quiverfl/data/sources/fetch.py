@@ -114,8 +114,8 @@ def _verify(path: Path, download: Download, shown: Path) -> None:
     if digest.hexdigest() != download.md5:
         raise QuiverError(
             f"{shown} has the wrong checksum (md5 {digest.hexdigest()}, published {download.md5}): "
-            "the download is damaged or the published file has changed. Nothing was kept of it; "
-            "delete any copy of your own and run the command again."
+            "it is damaged, or the published file has changed. Nothing was unpacked; delete a copy "
+            "of your own and run the command again."
         )
 
 

@@ -49,8 +49,8 @@ def _load(path: Path) -> Arrays:
         raise QuiverError(f"{path} is missing.") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
         raise QuiverError(
-            f"{path} is not a readable .npz of plain arrays ({error}): it is truncated, damaged "
-            "or holds Python objects."
+            f"{path} is not a readable .npz of plain arrays ({type(error).__name__}): it is "
+            "truncated, damaged or holds Python objects."
         ) from error
     return {_usual(key): array for key, array in arrays.items()}
 
