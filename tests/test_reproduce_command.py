@@ -68,6 +68,7 @@ def test_the_table_is_written_in_every_form(whole: Path) -> None:
     assert "against DFedPGP, paired by seed" in page
     assert "<svg" in page
     assert 'href="case-Digits-Pat-2.html"' in page
+    assert "A smoke test of the machinery: these numbers mean nothing." in page
     assert (folder / "case-Digits-Pat-2.html").is_file()
     assert r"\begin{table}" in (folder / "table1.tex").read_text()
 

@@ -32,7 +32,12 @@ from quiverfl.cli.sweep import (
     write_events,
 )
 from quiverfl.reproduce.catalogue import ITEMS, Item, find_item, sweep_file
-from quiverfl.reproduce.variants import graph_settings, trained_as_often, with_equal_participation
+from quiverfl.reproduce.variants import (
+    graph_settings,
+    smoke_test,
+    trained_as_often,
+    with_equal_participation,
+)
 from quiverfl.sweeps.places import Places
 from quiverfl.sweeps.plan import Cell, Choice, load_sweep
 
@@ -102,6 +107,8 @@ def reproduce(
         return
     if equal is Equal.participation:
         item = trained_as_often(item)
+    if scale == "tiny":
+        item = smoke_test(item)
     folder = out / folder_name(what, scale, graph, equal)
     _write(what, item, cells, places, folder, Shown(stage.value, report.value), as_json)
     if item.kind == "partition":

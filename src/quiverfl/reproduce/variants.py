@@ -26,6 +26,12 @@ def trained_as_often(item: Item) -> Item:
     return replace(item, title=title, note=f"{item.note} {note}".strip())
 
 
+def smoke_test(item: Item) -> Item:
+    """The item at the scale that is there to try the machinery."""
+    note = "A smoke test of the machinery: these numbers mean nothing."
+    return replace(item, note=f"{item.note} {note}".strip())
+
+
 def with_equal_participation(cell: Cell) -> Cell:
     """More rounds where only some clients train in each, so that everybody trains as often.
 

@@ -21,6 +21,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 GENERATOR = "Quiver"
+LONGEST_TITLE = 80
+"""Where experiments are counted in the title, not named."""
 
 
 def write_report(folders: Sequence[Path], out: Path, stage: str = "local") -> list[Group]:
@@ -89,7 +91,7 @@ def title_of(groups: Sequence[Group]) -> str:
     labels = [group.label for group in groups]
     names = labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
     data = list(dict.fromkeys(_data_name(group.first) for group in groups))
-    if len(labels) > 4:
+    if len(labels) > 4 or len(names) > LONGEST_TITLE:
         different = len({group.method for group in groups}) == len(groups)
         names = f"{len(labels)} {'methods' if different else 'experiments'}"
     return f"{names} on {', '.join(data)}"

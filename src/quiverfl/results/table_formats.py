@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,6 +13,8 @@ from rich.text import Text
 
 WIDEST_NAME = 34
 """Where a terminal breaks the name of an experiment, in letters."""
+NARROWEST = 11
+"""A heading over several columns is not broken into narrower lines than this."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +53,32 @@ def rich(table: Table, caption: bool = True) -> RichTable:
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    grouped = any(column.above for column in table.columns)
+    above = [_broken(table, place) for place in range(len(table.columns))]
+    height = max(len(lines) for lines in above)
     previous = ""
-    for column in table.columns:
+    for place, column in enumerate(table.columns):
         starts = column.above != previous
-        above = f"{column.above if starts else ''}\n" if grouped else ""
-        title = Text(above + column.title, justify="right" if column.number else "left")
+        lines = above[place] if starts else []
+        lines = [*[""] * (height - len(lines)), *lines, column.title]
+        title = Text("\n".join(lines), justify="right" if column.number else "left")
         drawn.add_column(
             Padding(title, (0, 0, 0, 2)) if starts else title,
             justify="right" if column.number else "left",
-            no_wrap=column.number,  # a name may be broken, a number is never cut
+            no_wrap=place > 0,  # a name may be broken, a number is never cut
             overflow="fold",
-            max_width=None if column.number else WIDEST_NAME,
+            max_width=WIDEST_NAME if place == 0 else None,
         )
         previous = column.above
     for row in table.rows:
         drawn.add_row(*(Text(cell.text, style="bold" if cell.best else "") for cell in row))
     return drawn
+
+
+def _broken(table: Table, place: int) -> list[str]:
+    """A heading in lines no wider than its column: it would take the room of the names."""
+    column = table.columns[place]
+    texts = [column.title, *(row[place].text for row in table.rows)]
+    return textwrap.wrap(column.above, max(NARROWEST, *map(len, texts)), break_long_words=False)
 
 
 def markdown(table: Table) -> str:
