@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import tarfile
@@ -45,11 +46,18 @@ def fetch(downloads: Sequence[Download], root: Path, report: Report) -> bool:
         try:
             _fetch(download, root, report)
         except (urllib.error.URLError, OSError) as error:
+            _remove_if_empty((root / download.place).parent, root)
             reason = getattr(error, "reason", None) or error
             raise QuiverError(
                 f"{download.url} could not be fetched ({reason}). {by_hand(downloads, root)}"
             ) from error
     return bool(missing)
+
+
+def _remove_if_empty(folder: Path, root: Path) -> None:
+    if folder != root:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def is_there(place: Path) -> bool:
