@@ -77,12 +77,12 @@ def test_without_a_score_nothing_is_recommended(tmp_path: Path) -> None:
 
 def test_tries_that_cannot_run_are_told_from_those_that_diverge(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(
-        f"""
+        """
         [base.data]
-        name = "npz"
-        options = {{ path = "{tmp_path}/none.npz" }}
         validation = 0.2
         clients = 2
+        [base.model]
+        name = "nowhere:net"
         [grid]
         training.lr = [0.1, 0.2]
         """
@@ -92,7 +92,7 @@ def test_tries_that_cannot_run_are_told_from_those_that_diverge(tmp_path: Path) 
     assert result.exit_code == 2
     assert "none has a score" in result.output
     assert "[overrides" not in result.output
-    assert "none.npz" in result.output
+    assert "no module 'nowhere'" in result.output
     rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert [one["mean"] for one in rows[0]["tries"]] == [None, None]
 

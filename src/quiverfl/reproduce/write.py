@@ -52,9 +52,11 @@ class Written:
 def written_files(folder: Path) -> list[str]:
     """The names of what was last written into a folder."""
     try:
-        return [str(name) for name in json.loads((folder / Written.LIST).read_text())]
+        names = json.loads((folder / Written.LIST).read_text())
     except (OSError, ValueError):
         return []
+    # A folder may come from somebody else: nothing outside of it is meant.
+    return [name for name in map(str, names) if Path(name).name == name]
 
 
 @dataclass(frozen=True)
