@@ -63,6 +63,9 @@ def run(order: Order, data: DataShelf, said: TextIO) -> tuple[int, str]:
         with _alone(Path(order["lock"])):
             run_in_folder(config, Path(order["folder"]), _Telling(said), data.take(config))
     except QuiverError as error:
+        if error.__cause__ is not None:  # what a library or one's own code raised: for the log
+            traceback.print_exc()
+            sys.stderr.flush()
         return (DIVERGED if isinstance(error, Diverged) else REFUSED), str(error)
     except Exception as error:
         # A mistake in one's own model or ours: the next cell may still go well.
