@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import test_laws as laws
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
+from quiverfl.loading import source_digest
 from small import CLIENTS, REGULAR, SOME, simulate, states
 
 PAGE = Path(__file__).parents[1] / "docs" / "add-a-method.md"
@@ -82,7 +83,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "dfedprox.py").write_text(block())
     (tmp_path / "run.toml").write_text(CONFIG)
     yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """As in a new process."""
     sys.modules.pop("dfedprox", None)
+    source_digest.cache_clear()
 
 
 def quiver(*words: str) -> Any:
@@ -101,6 +108,8 @@ def test_it_is_named_in_a_configuration_and_compared_with_others(here: Path) -> 
     assert result.exit_code == 0, result.output
     assert " DFedProx " in result.output
     (here / "dfedprox.py").write_text(block() + "\n# another word\n")
+    assert quiver("run", "run.toml", *own, "--out", "one", "-q").exit_code == 0  # what was imported
+    forget()
     again = quiver("run", "run.toml", *own, "--out", "one", "-q")
     assert "another code of dfedprox:DFedProx: it was changed" in str(again.exception)
 

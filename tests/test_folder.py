@@ -96,6 +96,18 @@ def test_data_changed_after_the_start_is_refused(tmp_path: Path) -> None:
     assert run_in_folder(mine, tmp_path / "over")["finished"]  # results outlive their data
 
 
+def test_a_run_is_not_continued_with_another_partition(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_in_folder(config(), folder)
+    (folder / "summary.json").unlink()
+    with np.load(folder / "partition.npz") as file:
+        arrays = dict(file)
+    arrays["train_indices"] = arrays["train_indices"][::-1]
+    np.savez(folder / "partition.npz", **arrays)
+    with pytest.raises(qv.QuiverError, match="other examples than this installation"):
+        run_in_folder(config(), folder)
+
+
 def test_a_configuration_changed_after_the_start_is_refused(tmp_path: Path) -> None:
     run_in_folder(config(), tmp_path / "run")
     path = tmp_path / "run" / "config.json"

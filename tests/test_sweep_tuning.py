@@ -14,8 +14,8 @@ from quiverfl.config import parse
 from quiverfl.errors import QuiverError
 from quiverfl.reproduce.catalogue import configs
 from quiverfl.sweeps.places import Places
-from quiverfl.sweeps.plan import Cell, load_sweep
-from quiverfl.sweeps.tuning import as_overrides, tuned
+from quiverfl.sweeps.plan import Cell, Choice, load_sweep
+from quiverfl.sweeps.tuning import Try, Tuned, as_overrides, tuned
 from run_folders import Recipe, write_run
 
 
@@ -95,6 +95,33 @@ def test_tries_that_cannot_run_are_told_from_those_that_diverge(tmp_path: Path) 
     assert "no module 'nowhere'" in result.output
     rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert [one["mean"] for one in rows[0]["tries"]] == [None, None]
+
+
+def test_what_is_set_against_a_case_makes_no_further_tries(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(
+        """
+        base.data.validation = 0.2
+        grid.training.lr = [0.1, 0.2, 0.3]
+        [[case]]
+        name = "a"
+        data = { alpha = 0.3 }
+        [[case]]
+        name = "b"
+        data = { alpha = 0.6 }
+        """
+    )
+    for setting, words in (("data.alpha=0.3", "alpha 0.3"), ("data.alpha=", "alpha default")):
+        plan = load_sweep(tmp_path / "plan.toml", Choice(values=[setting]))
+        (found,) = tuned(plan.cells, Places(tmp_path), "local", "last")
+        assert len(found.tries) == 3
+        assert f"b, lr 0.1, {words}" in {one.label for one in plan.cells}
+
+
+def test_the_overrides_of_a_method_of_ones_own_can_be_read(tmp_path: Path) -> None:
+    own = Tuned("my.methods:Own", (Try((("training.lr", 0.1),), {"": 0.5}),))
+    assert tomllib.loads(as_overrides([own])) == {
+        "overrides": {"my.methods:Own": {"training": {"lr": 0.1}}}
+    }
 
 
 def test_a_choice_at_the_edge_of_what_was_tried_is_told(tmp_path: Path) -> None:

@@ -265,15 +265,26 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     if not separator or not key:
         raise QuiverError(f"{path!r}: name a key as section.key, such as training.lr.")
     if section == "method" and key == "name" and tree.get("method", {}).get("name") != value:
-        tree["method"] = {}  # another method has other options
+        tree["method"] = {}  # another method, or the default one, has other options
     target = tree.setdefault(section, {})
-    *inner, last = key.split(".")
+    *inner, last = _parts(key)
     for part in inner:
         target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise QuiverError(f"{path!r}: {section}.{part} is a value, not a section.")
     if value is UNSET:
         target.pop(last, None)
     else:
         target[last] = value
+
+
+def _parts(key: str) -> list[str]:
+    """The parts between dots; a method of one's own, package.module:Class, is one part."""
+    if ":" not in key:
+        return key.split(".")
+    reference, _, rest = key.partition(":")
+    name, *others = rest.split(".")
+    return [f"{reference}:{name}", *others]
 
 
 def _value(text: str) -> Any:

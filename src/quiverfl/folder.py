@@ -103,9 +103,24 @@ class RunFolder:
         # Of an earlier try that diverged: this one may end otherwise.
         (self.path / "summary.json").unlink(missing_ok=True)
         replace_file(self.path / "environment.json", _json(environment()))
+        self._check_partition(partition)
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **partition.arrays())
         replace_file(self.path / "partition.npz", buffer.getvalue())
+
+    def _check_partition(self, partition: Partition) -> None:
+        """Another version of Quiver or numpy may share the same data out otherwise."""
+        path = self.path / "partition.npz"
+        if not path.exists():
+            return
+        with np.load(path) as before:
+            same = all(np.array_equal(before[k], v) for k, v in partition.arrays().items())
+        if not same:
+            raise QuiverError(
+                f"{path} gives clients other examples than this installation would: the run was "
+                "begun by another version of Quiver or numpy (environment.json says which). Go on "
+                "with that one, or start a new run in another folder."
+            )
 
     def save(self, checkpoint: Checkpoint) -> None:
         checkpoint.save(self.path / "checkpoints")

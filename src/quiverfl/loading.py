@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,8 +49,12 @@ def load_callable(reference: str, folder: Path | None = None) -> Callable[..., A
     return found
 
 
+@cache
 def source_digest(reference: str) -> str:
-    """A hash of the file that `module:function` is in; not of what that file imports."""
+    """A hash of the file that `module:function` is in; not of what that file imports.
+
+    Taken once per process, as the module is imported once: an edit meanwhile is not what runs.
+    """
     try:
         source = inspect.getsourcefile(inspect.unwrap(load_callable(reference)))
     except TypeError:  # made by a library, such as functools.partial

@@ -84,7 +84,7 @@ def fetch_command(
     place = official_place(name, top)
     if not made:
         load_dataset(name, top)  # what lies there may be damaged: then this says so
-    typer.echo(f"{name}: {'ready' if made else 'already there, and whole,'} in {place}")
+    typer.echo(f"{name}: {'ready' if made else 'already there'} in {place}")
 
 
 @partition_app.command("show")

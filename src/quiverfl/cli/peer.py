@@ -211,7 +211,7 @@ def _read(folder: Path) -> PeerFolder:
 def _option(text: str) -> tuple[str, Any]:
     from quiverfl.config import setting
 
-    if not text.partition("=")[2]:
+    if not text.partition("=")[2].strip():
         raise QuiverError(f"--data-option {text!r}: write KEY=VALUE.")
     return setting(text)
 

@@ -56,8 +56,8 @@ def configuration(folder: PeerFolder) -> Config:
     members = len(folder.roster.members)
     if config.data.clients != members:
         raise QuiverError(
-            f"data.clients = {config.data.clients}, but the roster has {members} peers: "
-            "they must be the same."
+            f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "
+            f"be the same; write clients = {members} in the configuration's [data]."
         )
     return config
 

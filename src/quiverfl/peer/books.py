@@ -111,10 +111,15 @@ class Books:
         rest: Leaves,
         finish: bool,
     ) -> None:
-        """Merge in the order given; the receipts may be acknowledged once this returns."""
-        receipts, refunds = list(receipts), list(refunds)
+        """Merge in the order given; the receipts may be acknowledged once this returns.
+
+        A share whose sender was evicted after it was chosen is dropped: its link's past is filed
+        away by then, and nobody's books would have this share.
+        """
+        chosen, refunds = list(receipts), list(refunds)
 
         def transaction() -> None:
+            receipts = [pair for pair in chosen if not self.accounts.link(pair[0].sender).gone]
             payloads = [share for _, share in receipts]
             payloads += [
                 self._manifest.unpack(self._store.payload(refund.digest)) for refund in refunds

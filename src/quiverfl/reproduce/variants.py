@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
+from quiverfl.errors import QuiverError
 from quiverfl.experiment import make_method, topology_for
 from quiverfl.reproduce.catalogue import Item
 from quiverfl.sweeps.plan import Cell
@@ -40,7 +41,7 @@ def with_equal_participation(cell: Cell) -> Cell:
     config = cell.config
     clients = config.data.clients
     if clients is None:
-        return cell
+        raise QuiverError("--equal participation: set data.clients, to know how many there are.")
     active = int(topology_for(config, make_method(config), clients)(0).active.sum())
     factor = max(1, round(clients / max(1, active)))
     if factor == 1:

@@ -75,7 +75,8 @@ def _training_words(groups: list[Group], key: str, word: str) -> str:
     values = [(group.method, _shown(_option(group, "training", key))) for group in groups]
     if {value for _, value in values} == {"None"}:
         return "no clipping" if key == "clip_norm" else ""
-    return f"{word} {_by_method(values).replace('None', 'as lr')}"
+    absent = "none" if key == "clip_norm" else "as lr"
+    return f"{word} {_by_method(values).replace('None', absent)}"
 
 
 def _by_method(values: Sequence[tuple[str, str]]) -> str:
@@ -85,6 +86,8 @@ def _by_method(values: Sequence[tuple[str, str]]) -> str:
         named = methods.setdefault(value, [])
         if display(method) not in named:
             named.append(display(method))
+    if sum(len(named) for named in methods.values()) > len({method for method, _ in values}):
+        return " / ".join(methods)  # a method has several: they differ between cases, too
     usual = max(methods, key=lambda value: len(methods[value]))
     others = [f"{value} for {', '.join(m)}" for value, m in methods.items() if value != usual]
     return f"{usual} ({'; '.join(others)})" if others else usual

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quiverfl.config import Config, parse, setting
+from quiverfl.config import UNSET, Config, parse, setting
 from quiverfl.errors import QuiverError, nearest
 
 Tree = dict[str, Any]
@@ -42,6 +42,8 @@ class Cell:
     """The name of its case, where the sweep has cases."""
     point: Point = ()
     """Its place in the grid, apart from method and seed."""
+    against: tuple[str, ...] = ()
+    """What was set against the word of its case: it is no longer what its name says."""
 
     @property
     def name(self) -> str:
@@ -60,7 +62,8 @@ class Cell:
     @property
     def label(self) -> str:
         """What sets it apart from cells of other cases or elsewhere in the grid."""
-        return ", ".join(filter(None, (self.case, *(_words(key, v) for key, v in self.point))))
+        point = (_words(key, value) for key, value in self.point)
+        return ", ".join(filter(None, (self.case, *point, *self.against)))
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def load_sweep(path: Path, choice: Choice | None = None) -> Sweep:
     base = _base(tree, path)
     blocks = _chosen(_blocks(tree, path), choice)
     cells = [
-        Cell(config.with_values(after), name, (*point, *_contradicted(case, after)))
+        Cell(config.with_values(after), name, point, _contradicted(case, after))
         for name, case in _cases(tree, choice, path)
         for block in blocks
         for config, point in _points(_laid_over(base, case), block, before, path)
@@ -205,10 +208,13 @@ def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[s
     return before, after
 
 
-def _contradicted(case: Tree, settings: Sequence[tuple[str, Any]]) -> Point:
-    """What was set against the case's own word: it is no longer the case that its name says."""
+def _contradicted(case: Tree, settings: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
     own = _flat(case)
-    return tuple((key, _frozen(v)) for key, v in settings if key in own and own[key] != v)
+    return tuple(
+        _words(key, "default" if value is UNSET else value)
+        for key, value in settings
+        if key in own and own[key] != value
+    )
 
 
 def _laid_over(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:

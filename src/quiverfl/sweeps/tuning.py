@@ -85,7 +85,8 @@ def as_overrides(choices: Sequence[Tuned]) -> str:
             section, _, key = path.partition(".")
             sections.setdefault(section, []).append(f"{key} = {json.dumps(value)}")
         for section, settings in sections.items():
-            lines += [f"[overrides.{choice.method}.{section}]", *settings, ""]
+            name = json.dumps(choice.method) if ":" in choice.method else choice.method
+            lines += [f"[overrides.{name}.{section}]", *settings, ""]
     return "\n".join(lines)
 
 
