@@ -176,17 +176,22 @@ def test_sixty_four_peers_for_fifty_rounds(swarm) -> None:
     peers = swarm(64, Options(rounds=50, mode="sync", size=2000, neighbours=4, linger=60.0))
     peers.start_all()
     chance = random.Random(0)
+    kills = dict.fromkeys(peers.folders, 0)
     for _ in range(20):
         time.sleep(1.0)
         name = chance.choice(list(peers.folders))
         if peers.processes[name].exitcode is None:
             peers.kill(name)
             peers.start(name)
+            kills[name] += 1
     peers.join_all(500)
     report = peers.audit()
     assert report.passed, report.problems
     assert (report.units, report.in_flight) == (64 * UNIT, 0)
-    assert all(len(peers.history(name)) >= 50 for name in peers.folders)
+    for name, times in kills.items():  # a kill between commit and record costs the round's line
+        lines = peers.history(name)
+        assert times or lines[-1]["round"] == 49
+        assert len(lines) >= 50 - times
 
 
 def test_freezing_is_not_failing(swarm) -> None:
