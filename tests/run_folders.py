@@ -187,3 +187,25 @@ def write_comparison(folder: Path, seeds: tuple[int, ...] = (0,), **changes: Any
         ):
             write_run(folder / f"{recipe.method}-{seed}", recipe)
     return folder
+
+
+def write_exact(
+    folder: Path, method: str, seed: int, local: list[list[float]], mixed: list[list[float]]
+) -> None:
+    """A run whose accuracies are given: a row per round, a column per client."""
+    topology = ALONE if method == "local" else STAR
+    clients = len(local[0])
+    recipe = Recipe(method, topology, clients=clients, rounds=len(local), seed=seed, classes=2)
+    write_run(folder, recipe, finished=False)
+    np.savez(
+        folder / "partition.npz",
+        train_counts=np.ones((clients, 2), dtype=np.int64),
+        test_counts=np.array([[3, 0], *[[1, 0]] * (clients - 1)]),
+    )
+    lines = [
+        {"round": t, "stage": stage, "metrics": {"accuracy": row, "loss": [1 - a for a in row]}}
+        for stage, table in (("local", local), ("mixed", mixed))
+        for t, row in enumerate(table)
+    ]
+    write_lines(folder / "history.jsonl", lines)
+    write_json(folder / "summary.json", {"finished": True, "protocol": {"stage": "local"}})

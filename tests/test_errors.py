@@ -99,22 +99,23 @@ def test_a_graph_with_neither_rows_nor_columns_that_sum_to_one() -> None:
 
 
 def test_numbers_that_make_no_sense() -> None:
-    for wrong in (
+    settings: list[dict[str, Any]] = [
         {"lr": 0.0},
         {"lr": float("nan")},
         {"momentum": 1.0},
         {"weight_decay": -1.0},
         {"batch_size": 0},
         {"clip_norm": 0.0},
-    ):
+    ]
+    for wrong in settings:
         with pytest.raises(qv.QuiverError, match=f"training.{next(iter(wrong))}"):
-            qv.Training(**wrong)  # type: ignore[arg-type]
+            qv.Training(**wrong)
     with pytest.raises(qv.QuiverError, match="shared_epochs = -1"):
         qv.DFedPGP(shared_epochs=-1)
     with pytest.raises(qv.QuiverError, match=r"density = 0"):
         qv.DisPFL(density=0)
     with pytest.raises(qv.QuiverError, match=r"weighting = 'sample'.*did you mean 'samples'"):
-        qv.FedAvg(weighting="sample")  # type: ignore[arg-type]
+        qv.METHODS["fedavg"](weighting="sample")
     with pytest.raises(qv.QuiverError, match="topology has 5 clients and the data 6"):
         simulate(qv.DFedPGP(), PUSH(5))
     with pytest.raises(qv.QuiverError, match="epochs_per_client has 2 entries for 6"):
@@ -206,16 +207,17 @@ def test_a_configuration_file_that_is_none(tmp_path: Path) -> None:
 def test_the_slips_of_a_first_try() -> None:
     data, topology = tiny_data(), PUSH(CLIENTS)
     settings: dict[str, Any] = {"training": TRAINING, "rounds": 1}
-    for arguments, words in [
+    slips: list[tuple[tuple[Any, ...], str]] = [
         ((TinyModel, data, qv.DFedPGP(), topology), "wrap the model"),
         ((tiny_task(), [], qv.DFedPGP(), topology), "from_arrays"),
         ((tiny_task(), data, qv.DFedPGP, topology), r"such as qv.DFedPGP\(\)"),
         ((tiny_task(), data, "dfedpgp", topology), r"such as qv.DFedPGP\(\)"),
         ((tiny_task(), data, qv.DFedPGP(), lambda t: None), "such as qv.random_push"),
-    ]:
+    ]
+    for arguments, words in slips:
         task, data_, method, graph = arguments
         with pytest.raises(qv.QuiverError, match=words):
-            qv.simulate(task, data_, method=method, topology=graph, **settings)  # type: ignore[arg-type]
+            qv.simulate(task, data_, method=method, topology=graph, **settings)
     with pytest.raises(qv.QuiverError, match=r"function that returns a fresh nn\.Module"):
         qv.Task(model=TinyModel())
 

@@ -104,7 +104,13 @@ def test_a_run_is_not_continued_with_another_partition(tmp_path: Path) -> None:
         arrays = dict(file)
     arrays["train_indices"] = arrays["train_indices"][::-1]
     np.savez(folder / "partition.npz", **arrays)
+    lost = {"finished": False, "diverged": {"round": 1, "client": 0}}
+    (folder / "summary.json").write_text(json.dumps(lost))
     with pytest.raises(qv.QuiverError, match="other examples than this installation"):
+        run_in_folder(config(), folder)
+    assert RunFolder(folder).summary() == lost  # what is refused is not touched
+    (folder / "partition.npz").write_bytes(b"PK")
+    with pytest.raises(qv.QuiverError, match=r"partition.npz is damaged"):
         run_in_folder(config(), folder)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -66,7 +68,9 @@ def test_pruning_and_regrowing_by_hand() -> None:
     assert kept.sum() == 7
 
 
-def test_osgps_mass_with_messages_in_flight_survives_checkpoint_and_resume(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_osgps_mass_with_messages_in_flight_survives_checkpoint_and_resume(
+    tmp_path: Path,
+) -> None:
     from quiverfl.engine.checkpoint import Checkpoint
     from quiverfl.engine.history import History
 
@@ -103,13 +107,13 @@ class Quadratic(nn.Module):
 CENTRES = np.arange(30, dtype=np.float64).reshape(6, 1, 5) / 10
 
 
-def quadratic_run(method: object, topology: qv.Topology, rounds: int) -> qv.Run:
+def quadratic_run(method: qv.Method, topology: qv.Topology, rounds: int) -> qv.Run:
     pairs = [(centre, np.zeros((1, 1))) for centre in CENTRES]
     task = qv.Task(model=Quadratic, loss=lambda out, _: out.square().sum(dim=-1) / 2, metrics={})
     return qv.simulate(
         task,
         qv.FederatedData.from_arrays(pairs, pairs),
-        method=method,  # type: ignore[arg-type]
+        method=method,
         topology=topology,
         training=qv.Training(lr=0.5, lr_decay=0.97, batch_size=None),
         rounds=rounds,

@@ -14,35 +14,13 @@ import pytest
 from rich.console import Console
 
 from quiverfl.errors import QuiverError
-from quiverfl.results import numbers, palette, table_formats
+from quiverfl.results import numbers, table_formats
 from quiverfl.results.groups import Group, group_runs
 from quiverfl.results.history import find_runs
 from quiverfl.results.scores import comparison, paired_differences, rounds_to_target
 from quiverfl.results.tables import comparison_table, difference_table, target_table
 from quiverfl.results.terminal import print_comparison
-from run_folders import ALONE, STAR, Recipe, write_comparison, write_json, write_lines, write_run
-
-
-def write_exact(
-    folder: Path, method: str, seed: int, local: list[list[float]], mixed: list[list[float]]
-) -> None:
-    """A run whose accuracies are given: a row per round, a column per client."""
-    topology = ALONE if method == "local" else STAR
-    clients = len(local[0])
-    recipe = Recipe(method, topology, clients=clients, rounds=len(local), seed=seed, classes=2)
-    write_run(folder, recipe, finished=False)
-    np.savez(
-        folder / "partition.npz",
-        train_counts=np.ones((clients, 2), dtype=np.int64),
-        test_counts=np.array([[3, 0], *[[1, 0]] * (clients - 1)]),
-    )
-    lines = [
-        {"round": t, "stage": stage, "metrics": {"accuracy": row, "loss": [1 - a for a in row]}}
-        for stage, table in (("local", local), ("mixed", mixed))
-        for t, row in enumerate(table)
-    ]
-    write_lines(folder / "history.jsonl", lines)
-    write_json(folder / "summary.json", {"finished": True, "protocol": {"stage": "local"}})
+from run_folders import ALONE, STAR, Recipe, write_exact, write_json, write_run
 
 
 @pytest.fixture
@@ -157,76 +135,19 @@ def test_an_unknown_reference_is_refused(groups: list[Group]) -> None:
         paired_differences(groups, "FedAve")
 
 
-def test_the_same_experiment_run_twice_with_a_seed_counts_once(tmp_path: Path) -> None:
-    write_run(tmp_path / "crashed", finished=False)
-    write_run(tmp_path / "again")
-    (group,) = group_runs(find_runs([tmp_path]))
-    assert [run.path.name for run in group.runs] == ["again"]
-    assert [run.path.name for run in group.left_out] == ["crashed"]
-
-
-def test_two_settings_of_one_method_are_told_apart(tmp_path: Path) -> None:
-    for name in ("random_push", "random_pull"):
-        for neighbors in (2, 5):
-            topology = {"name": name, "neighbors": neighbors}
-            write_run(tmp_path / f"{name}{neighbors}", Recipe(topology=topology, rounds=2))
-    groups = group_runs(find_runs([tmp_path]))
-    assert [group.label for group in groups] == [
-        "DFedPGP (random_pull, neighbors 2)",
-        "DFedPGP (random_pull, neighbors 5)",
-        "DFedPGP (random_push, neighbors 2)",
-        "DFedPGP (random_push, neighbors 5)",
-    ]
-    assert len({group.style.color for group in groups}) == 4
-
-
-def test_labels_leave_out_what_is_not_set_and_round_what_nobody_typed(tmp_path: Path) -> None:
-    for name, options in (("plain", {"p": None}), ("set", {"p": 0.9989954712917512})):
-        write_run(tmp_path / name, Recipe(topology={"name": "erdos_renyi", **options}, rounds=2))
-    labels = {group.label for group in group_runs(find_runs([tmp_path]))}
-    assert labels == {"DFedPGP", "DFedPGP (p 0.998995)"}
-
-
 def test_a_narrow_terminal_breaks_names_and_no_number(tmp_path: Path) -> None:
     for neighbors in (2, 5):
         topology = {"name": "random_push", "neighbors": neighbors, "and_a_long_option": "x" * 30}
         write_run(tmp_path / str(neighbors), Recipe(topology=topology, rounds=2, level=0.7))
     write_run(tmp_path / "other", Recipe(rounds=2))
     groups = group_runs(find_runs([tmp_path]))
-    console = Console(width=60, file=io.StringIO())
-    print_comparison(console, groups)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    stream = io.StringIO()
+    print_comparison(Console(width=60, file=stream), groups)
+    shown = stream.getvalue()
     assert "…" not in shown
     for stage in ("local", "mixed"):
         for row in comparison_table(groups, stages=[stage], cost=False).rows:
             assert all(cell.text in shown for cell in row[1:])
-
-
-def test_threads_do_not_make_another_experiment(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", Recipe(rounds=2, seed=0))
-    folder = write_run(tmp_path / "b", Recipe(rounds=2, seed=1))
-    config = (folder / "config.json").read_text().replace('"threads": 2', '"threads": 7')
-    (folder / "config.json").write_text(config)
-    (group,) = group_runs(find_runs([tmp_path]))
-    assert group.seeds == (0, 1)
-    assert group.label == "DFedPGP"
-
-
-def test_methods_come_in_the_order_of_the_paper_and_keep_their_colour(tmp_path: Path) -> None:
-    groups = group_runs(find_runs([write_comparison(tmp_path / "c", rounds=2)]))
-    assert [group.label for group in groups] == ["Local", "FedAvg", "DFedPGP"]
-    alone = group_runs(find_runs([tmp_path / "c" / "dfedpgp-0"]))
-    assert alone[0].style == groups[2].style
-
-
-@pytest.mark.parametrize("name", ["dis-pfl", "Dis_PFL", "dispfl"])
-def test_spellings_of_one_method_are_one(name: str) -> None:
-    assert palette.display(name) == "Dis-PFL"
-
-
-def test_more_methods_than_colours_still_have_one_each() -> None:
-    assert len(palette.styles([f"mine{i}" for i in range(40)])) == 40
-    assert palette.styles(["mine", "dfedpgp"])[0] != palette.styles(["mine", "dfedpgp"])[1]
 
 
 def test_the_table_says_which_accuracy_and_bolds_the_best(groups: list[Group]) -> None:
@@ -255,23 +176,6 @@ def test_an_unfinished_run_is_said_to_be_one(tmp_path: Path) -> None:
     (folder / "rounds.jsonl").write_text("".join(lines[:3]))
     caption = comparison_table(group_runs(find_runs([tmp_path]))).caption
     assert "DFedPGP (seed 0) has not finished: 3 of 4 rounds." in caption
-
-
-def test_a_mean_over_seeds_waits_for_those_under_way_but_not_for_diverged_ones(
-    tmp_path: Path,
-) -> None:
-    write_exact(tmp_path / "over", "fedavg", 0, [[0.5], [0.7]], [[0.5], [0.6]])
-    write_exact(tmp_path / "begun", "fedavg", 1, [[0.1], [0.1]], [[0.1], [0.1]])
-    (tmp_path / "begun" / "summary.json").unlink()
-    (group,) = group_runs(find_runs([tmp_path]))
-    assert (group.seeds, [run.seed for run in group.under_way]) == ((0,), [1])
-    table = comparison_table([group])
-    assert table.rows[0][1].text == "70.00"
-    assert "FedAvg (seed 1) has not finished: 2 of 2 rounds, and is left out." in table.caption
-    lost = {"finished": False, "diverged": {"round": 1, "client": 0}}
-    write_json(tmp_path / "begun" / "summary.json", lost)
-    (group,) = group_runs(find_runs([tmp_path]))
-    assert (group.seeds, group.under_way) == ((0, 1), ())
 
 
 def test_in_a_grid_the_gap_is_to_local_with_the_same_settings(tmp_path: Path) -> None:
@@ -330,9 +234,9 @@ def test_regression_runs_are_compared_by_loss_and_the_lowest_is_best(tmp_path: P
 
 def test_every_format_holds_every_cell(groups: list[Group]) -> None:
     table = comparison_table(groups)
-    console = Console(width=250, file=io.StringIO())
-    console.print(table_formats.rich(table))
-    terminal = console.file.getvalue()  # type: ignore[attr-defined]
+    stream = io.StringIO()
+    Console(width=250, file=stream).print(table_formats.rich(table))
+    terminal = stream.getvalue()
     markdown, latex = table_formats.markdown(table), table_formats.latex(table)
     for row in table.rows:
         for cell in row:
@@ -404,14 +308,3 @@ def test_other_numbers() -> None:
     assert numbers.signed(-0.00001, "accuracy") == "0.00"
     assert numbers.score(float("inf"), "loss") == "∞"
     assert numbers.score(0.12341, "loss") == "0.1234"
-
-
-def test_a_run_whose_data_lie_elsewhere_is_the_same_experiment(tmp_path: Path) -> None:
-    for seed, root in enumerate(("here", "there")):
-        folder = tmp_path / root
-        write_exact(folder, "fedavg", seed, [[0.4, 0.6], [0.7, 0.9]], [[0.1, 0.1], [0.2, 0.4]])
-        config = json.loads((folder / "config.json").read_text())
-        config["config"]["data"]["root"] = root
-        (folder / "config.json").write_text(json.dumps(config))
-    (group,) = group_runs(find_runs([tmp_path]))
-    assert group.seeds == (0, 1)

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -100,10 +101,10 @@ class RunFolder:
                 "topology": {"name": topology.name, **topology.options},
             }
             replace_file(self.path / "config.json", _json(text))
+        self._check_partition(partition)
         # Of an earlier try that diverged: this one may end otherwise.
         (self.path / "summary.json").unlink(missing_ok=True)
         replace_file(self.path / "environment.json", _json(environment()))
-        self._check_partition(partition)
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **partition.arrays())
         replace_file(self.path / "partition.npz", buffer.getvalue())
@@ -113,8 +114,14 @@ class RunFolder:
         path = self.path / "partition.npz"
         if not path.exists():
             return
-        with np.load(path) as before:
-            same = all(np.array_equal(before[k], v) for k, v in partition.arrays().items())
+        try:
+            with np.load(path) as before:
+                same = all(np.array_equal(before[k], v) for k, v in partition.arrays().items())
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise QuiverError(
+                f"{path} is damaged ({type(error).__name__}): put it back, or delete the folder "
+                "and run it anew."
+            ) from error
         if not same:
             raise QuiverError(
                 f"{path} gives clients other examples than this installation would: the run was "
