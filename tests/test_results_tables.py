@@ -138,7 +138,9 @@ def test_an_unknown_reference_is_refused(groups: list[Group]) -> None:
 def test_a_narrow_terminal_breaks_names_and_no_number(tmp_path: Path) -> None:
     for neighbors in (2, 5):
         topology = {"name": "random_push", "neighbors": neighbors, "and_a_long_option": "x" * 30}
-        write_run(tmp_path / str(neighbors), Recipe(topology=topology, rounds=2, level=0.7))
+        for seed in (0, 1):  # a mean with its spread is what would be broken
+            recipe = Recipe(topology=topology, rounds=2, level=0.7, seed=seed)
+            write_run(tmp_path / f"{neighbors}-{seed}", recipe)
     write_run(tmp_path / "other", Recipe(rounds=2))
     groups = group_runs(find_runs([tmp_path]))
     stream = io.StringIO()
