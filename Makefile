@@ -4,7 +4,7 @@ BIN := .venv/bin
 # install page shows for the build you want (CPU-only, CUDA, ROCm).
 TORCH_INDEX ?=
 
-.PHONY: install demo test slow lint types bench bench-peers clean
+.PHONY: install demo test slow lint types bench bench-frameworks clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -32,8 +32,8 @@ types: install
 bench: install
 	$(BIN)/python -m benchmarks
 
-bench-peers: install
-	$(BIN)/python -m benchmarks peers
+bench-frameworks: install
+	$(BIN)/python -m benchmarks frameworks
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure; `… render`: the table into the documentation; `… peers`."""
+"""`python -m benchmarks`: measure; `… render`: the table into the documentation; `… frameworks`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, mixing, peers, report, scale, training, whole
+from benchmarks import frameworks, machine, mixing, report, scale, training, whole
 from benchmarks.figures import Figure
 from benchmarks.works import WORKS, smaller
 from quiverfl import keep_freed_memory
@@ -52,9 +52,9 @@ def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
         work = smaller(WORKS[name]) if quick else WORKS[name]
         return lambda: training.figures(work, repeats(name), kind, threads)
 
-    if wanted.command == "peers":
-        peers.install()
-        return {"peers": lambda: peers.figures(threads, quick)}
+    if wanted.command == "frameworks":
+        frameworks.install()
+        return {"frameworks": lambda: frameworks.figures(threads, quick)}
     parts = {
         **{name: trained(name) for name in ("A", "B", "C")},
         "D": lambda: mixing.figures(repeats("D"), kind, threads, quick),
@@ -67,7 +67,7 @@ def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
-    parser.add_argument("command", nargs="?", choices=("measure", "render", "peers"))
+    parser.add_argument("command", nargs="?", choices=("measure", "render", "frameworks"))
     parser.add_argument("--only", type=_only, default=PARTS, help=f"some of {','.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="fewer clients and repeats")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

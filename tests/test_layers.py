@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import quiverfl
@@ -13,16 +14,16 @@ ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
     {"errors", "memory"},
-    {"seeds", "trees", "training", "loading"},
+    {"seeds", "trees", "training", "references"},
     {"task", "models"},
     {"methods", "topologies", "data"},
     {"engine", "results"},
     {"config"},
-    {"folder"},
+    {"run_folder"},
     {"experiment"},
-    {"peer", "distributed"},
-    {"sweep", "sweeps", "theory"},
-    {"reproduce"},
+    {"peer"},
+    {"sweeps"},
+    {"paper"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -72,6 +73,17 @@ def test_imports_go_downward_only() -> None:
             ):
                 wrong.append(f"{path.name}: {room} → {module}")
     assert not wrong
+
+
+def test_no_module_name_occurs_twice() -> None:
+    """A command may have the name of the package it drives, but not of another module."""
+    names = Counter(path.stem for path in ROOT.rglob("*.py") if path.stem != "__init__")
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_every_layer_exists() -> None:
+    rooms = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms - {"__init__", "__pycache__"} == set(LEVEL)
 
 
 def test_topologies_need_no_torch() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from quiverfl.errors import QuiverError
-from quiverfl.loading import load_callable
 from quiverfl.models import MODELS, make_model
+from quiverfl.references import load_callable
 from quiverfl.task import Task
 
 IMAGE = (3, 32, 32)

@@ -13,19 +13,18 @@ import torch
 
 from quiverfl.config import Config
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.federate import federate
-from quiverfl.data.federated import FederatedData
+from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.simulate import Run, check, simulate
 from quiverfl.errors import QuiverError
-from quiverfl.folder import RunFolder
-from quiverfl.loading import is_reference, source_digest
 from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method, adaptation
 from quiverfl.models import make_model
+from quiverfl.references import is_reference, source_digest
+from quiverfl.run_folder import RunFolder
 from quiverfl.task import Task
 from quiverfl.topologies import TOPOLOGIES, Topology, make_topology
 

@@ -1,4 +1,4 @@
-"""The optimizer's settings, the same for every method (METHODS §1)."""
+"""The optimizer's settings, the same for every method (docs/methods.md)."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import identity
 from quiverfl.peer.audit import Report, audit
 from quiverfl.peer.manifest import Leaves, Manifest
+from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.tally import JsonLines
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["quiverfl.cli.peer_setup", "sklearn.datasets"])
+CONTEXT.set_forkserver_preload(["quiverfl.peer.setup", "sklearn.datasets"])
 
 
 class Quadratic:
@@ -113,22 +113,22 @@ def make_folders(root: Path, count: int, run: str = "test") -> list[Path]:
 
 def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda p: None) -> Any:
     """A node on a folder; must be called inside a running event loop."""
+    from quiverfl.peer.agreement import Agreement, Limits
     from quiverfl.peer.joining import create_store
     from quiverfl.peer.node import Node
-    from quiverfl.peer.settings import Settings
+    from quiverfl.peer.peer_settings import Settings
     from quiverfl.peer.store import Store
-    from quiverfl.peer.terms import Limits, Terms
     from quiverfl.topologies import random_push
 
     name = folder.name
     roster = Roster.read(folder / ROSTER)
     number = roster.number(name)
     learner = Quadratic(number, options.size, options.seconds, options.rate)
-    terms = Terms(roster.run, name, "c" * 64, learner.manifest)
+    agreement = Agreement(roster.run, name, "c" * 64, learner.manifest)
     if (folder / "store" / "peer.sqlite").exists():
         store = Store.open(folder / "store", trace)
     else:
-        store = create_store(folder / "store", learner, terms, trace)
+        store = create_store(folder / "store", learner, agreement, trace)
     settings = Settings(
         rounds=options.rounds,
         mode=options.mode,
@@ -145,7 +145,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     topology = random_push(clients=len(roster.members), neighbors=options.neighbours, seed=7)
     limits = Limits(**{"retry_cap": 2.0, **options.limits})
     node = Node(
-        learner, topology, store, folder, terms, settings, limits, record=record, trace=trace
+        learner, topology, store, folder, agreement, settings, limits, record=record, trace=trace
     )
     return node
 

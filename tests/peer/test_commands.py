@@ -21,16 +21,16 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from quiverfl.cli.peer import app
-from quiverfl.cli.peer_setup import assemble, build_learner, configuration, dataset_of
 from quiverfl.config import load_config
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.sources import load_dataset
-from quiverfl.data.sources.own_arrays import from_arrays
+from quiverfl.data.sources.arrays import from_arrays
 from quiverfl.errors import QuiverError
 from quiverfl.peer.audit import audit
-from quiverfl.peer.folder import PeerFolder
+from quiverfl.peer.peer_folder import PeerFolder
 from quiverfl.peer.roster import Roster
 from quiverfl.peer.schema import read_statement
+from quiverfl.peer.setup import assemble, build_learner, configuration, dataset_of
 
 from .swarm import free_ports
 

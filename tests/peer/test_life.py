@@ -16,18 +16,18 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from quiverfl.cli.peer_demo import make_swarm
-from quiverfl.cli.peer_setup import assemble
 from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
+from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
-from quiverfl.peer.courier import RestoredBackup, open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.joining import join_store
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.terms import Terms
+from quiverfl.peer.sender import RestoredBackup, open_channel
+from quiverfl.peer.setup import assemble
 from quiverfl.peer.wire import Order
 
 from .swarm import Options, Quadratic, build, make_folders
@@ -62,12 +62,12 @@ def test_a_leaving_peer_gives_everything_away(tmp_path: Path) -> None:
     async def scenario() -> None:
         nodes = [build(folder, ENDLESS) for folder in folders]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
-        await until(lambda: all(node.books.accounts.round > 3 for node in nodes))
+        await until(lambda: all(node.transactions.accounts.round > 3 for node in nodes))
         nodes[0].leave()
         outcome = await asyncio.wait_for(tasks[0], 20)
         assert outcome.left
-        gone = nodes[0].books.accounts.round
-        await until(lambda: nodes[1].books.accounts.round > gone + 3)
+        gone = nodes[0].transactions.accounts.round
+        await until(lambda: nodes[1].transactions.accounts.round > gone + 3)
         await finish(*nodes, tasks=tasks)
 
     asyncio.run(scenario())
@@ -88,26 +88,26 @@ def test_a_lost_peer_is_evicted_and_joins_with_a_new_store(tmp_path: Path) -> No
     async def scenario() -> None:
         nodes = [build(folder, ENDLESS) for folder in folders]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
-        await until(lambda: all(node.books.accounts.round > 3 for node in nodes))
+        await until(lambda: all(node.transactions.accounts.round > 3 for node in nodes))
         await finish(nodes[2], tasks=tasks[2:])
         shutil.rmtree(folders[2] / "store")  # its disk is lost
-        desks = [node._service()._desk for node in nodes[:2]]
-        for desk in desks:
-            answer = await desk.obey(Order(action="evict", peer="peer-2"))
+        handlers = [node._service()._handler for node in nodes[:2]]
+        for handler in handlers:
+            answer = await handler.obey(Order(action="evict", peer="peer-2"))
             assert answer["evicted"] == "peer-2"
         with pytest.raises(QuiverError, match="another member"):
-            await desks[0].obey(Order(action="evict", peer="nobody"))
+            await handlers[0].obey(Order(action="evict", peer="nobody"))
         learner = Quadratic(2, 50)
-        terms = Terms("test", "peer-2", "c" * 64, learner.manifest)
+        agreement = Agreement("test", "peer-2", "c" * 64, learner.manifest)
         roster = Roster.read(folders[2] / ROSTER)
-        store = await join_store(folders[2] / "store", learner, terms, roster, folders[2])
+        store = await join_store(folders[2] / "store", learner, agreement, roster, folders[2])
         assert store.accounts().units == UNIT
         pulled = store.memory().message["u"]
         assert np.abs(pulled).max() > 0
         store.close()
         back = build(folders[2], ENDLESS)
         task = asyncio.create_task(back.run())
-        await until(lambda: back.tally.counts["transfers"] > 3 and back.reception.heard)
+        await until(lambda: back.metrics.counts["transfers"] > 3 and back.receiver.heard)
         await finish(*nodes[:2], back, tasks=[*tasks[:2], task])
 
     asyncio.run(scenario())
@@ -123,13 +123,13 @@ def test_a_new_store_under_an_old_name_is_not_accepted(tmp_path: Path) -> None:
     async def scenario() -> None:
         nodes = [build(folder, ENDLESS) for folder in folders]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
-        await until(lambda: all(node.books.accounts.round > 2 for node in nodes))
+        await until(lambda: all(node.transactions.accounts.round > 2 for node in nodes))
         await finish(nodes[2], tasks=tasks[2:])
         shutil.rmtree(folders[2] / "store")
         back = build(folders[2], ENDLESS)  # started anew by mistake: a second μ = 1
         task = asyncio.create_task(back.run())
-        await until(lambda: any(node.tally.refusals["hello"] for node in nodes[:2]))
-        assert not back.tally.counts["transfers"]
+        await until(lambda: any(node.metrics.refusals["hello"] for node in nodes[:2]))
+        assert not back.metrics.counts["transfers"]
         await finish(*nodes[:2], back, tasks=[*tasks[:2], task])
 
     asyncio.run(scenario())
@@ -141,20 +141,20 @@ def test_a_restored_backup_is_noticed_before_it_does_harm(tmp_path: Path) -> Non
     async def scenario() -> None:
         nodes = [build(folder, ENDLESS) for folder in folders]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
-        await until(lambda: all(node.books.accounts.round > 2 for node in nodes))
+        await until(lambda: all(node.transactions.accounts.round > 2 for node in nodes))
         await finish(nodes[2], tasks=tasks[2:])
         shutil.copytree(folders[2] / "store", tmp_path / "backup")
         second = build(folders[2], ENDLESS)
         task = asyncio.create_task(second.run())
-        await until(lambda: second.tally.counts["transfers"] > 3)
+        await until(lambda: second.metrics.counts["transfers"] > 3)
         await finish(second, tasks=[task])
         shutil.rmtree(folders[2] / "store")
         shutil.copytree(tmp_path / "backup", folders[2] / "store")
         restored = build(folders[2], ENDLESS)
-        before = restored.books.accounts.units
+        before = restored.transactions.accounts.units
         with pytest.raises(RestoredBackup, match="restored from a backup"):
             await restored.run()
-        assert restored.books.accounts.units == before
+        assert restored.transactions.accounts.units == before
         restored.store.close()
         await finish(*nodes[:2], tasks=tasks[:2])
 
@@ -168,27 +168,27 @@ def test_a_key_is_rotated_in_mid_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         nodes = [build(folder, ENDLESS) for folder in folders]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
-        await until(lambda: all(node.books.accounts.round > 2 for node in nodes))
+        await until(lambda: all(node.transactions.accounts.round > 2 for node in nodes))
         key = identity.issue(tmp_path / "authority", "peer-1", tmp_path / "fresh")
         for folder in folders:
             roster.with_key("peer-1", key).write(folder / ROSTER)
         for name in (identity.KEY, identity.CERTIFICATE):
             shutil.copy(tmp_path / "fresh" / name, folders[1] / name)
         for node in nodes:  # as if the network had hiccuped: everybody connects anew
-            for courier in node.neighbours.couriers.values():
-                await courier.reconnect()
-        counts = [node.tally.counts["transfers"] for node in nodes]
+            for sender in node.neighbours.senders.values():
+                await sender.reconnect()
+        counts = [node.metrics.counts["transfers"] for node in nodes]
         await until(
             lambda: all(
-                node.tally.counts["transfers"] > count + 5
+                node.metrics.counts["transfers"] > count + 5
                 for node, count in zip(nodes, counts, strict=True)
             )
         )
         for folder in folders:  # now the old key is dropped: only the new one is good
             roster.with_key("peer-1", key, keep_old=False).write(folder / ROSTER)
-        counts = [node.tally.counts["transfers"] for node in nodes]
-        await until(lambda: nodes[1].tally.counts["transfers"] > counts[1] + 5)
-        assert not any(node.tally.refusals["identity"] for node in nodes)
+        counts = [node.metrics.counts["transfers"] for node in nodes]
+        await until(lambda: nodes[1].metrics.counts["transfers"] > counts[1] + 5)
+        assert not any(node.metrics.refusals["identity"] for node in nodes)
         await finish(*nodes, tasks=tasks)
 
     asyncio.run(scenario())
@@ -292,22 +292,22 @@ def test_health_is_answered_while_it_trains(tmp_path: Path) -> None:
 def test_metrics_are_served_on_loopback_only(tmp_path: Path) -> None:
     import urllib.request
 
-    from quiverfl.peer.tally import Tally, serve_metrics
+    from quiverfl.peer.metrics import PeerMetrics, serve_metrics
 
     from .swarm import free_ports
 
-    tally = Tally()
-    tally.add("sent_bytes", 17)
-    tally.refused("gap")
+    metrics = PeerMetrics()
+    metrics.add("sent_bytes", 17)
+    metrics.refused("gap")
     port = free_ports(1)[0]
-    server = serve_metrics(f"127.0.0.1:{port}", tally, lambda: {"mass": 0.5})
+    server = serve_metrics(f"127.0.0.1:{port}", metrics, lambda: {"mass": 0.5})
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
     server.shutdown()
     assert "quiver_sent_bytes_total 17.0" in text
     assert 'quiver_refusals_total{reason="gap"} 1.0' in text
     assert "quiver_mass 0.5" in text
     with pytest.raises(QuiverError, match="loopback only"):
-        serve_metrics("0.0.0.0:1", tally, dict)
+        serve_metrics("0.0.0.0:1", metrics, dict)
 
 
 def test_the_personal_part_never_appears_on_the_wire(
@@ -322,7 +322,7 @@ def test_the_personal_part_never_appears_on_the_wire(
     async def scenario() -> None:
         nodes = [await assemble(folder) for folder in folders.values()]
         for node in nodes:
-            node.tally.tap = wire.extend
+            node.metrics.tap = wire.extend
             monkeypatch.setattr(node.learner, "train", _watched(node, heads, bodies))
         await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
         for node in nodes:

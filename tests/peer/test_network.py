@@ -89,7 +89,7 @@ def test_connections_cut_in_mid_chunk(tmp_path: Path) -> None:
             proxy.cut_after = None
         await asyncio.wait_for(asyncio.gather(*tasks), 30)
         assert all(node.finished for node in nodes)
-        assert sum(node.tally.counts["retries"] for node in nodes) >= 5
+        assert sum(node.metrics.counts["retries"] for node in nodes) >= 5
 
     scene(tmp_path, options, play)
 
@@ -107,7 +107,7 @@ def _partition(tmp_path: Path, seconds: float) -> None:
     options = Options(size=50, rounds=8, mode="sync", deadline=200.0, limits=QUICK, linger=10.0)
 
     async def play(nodes, proxies, tasks) -> None:
-        await until(lambda: nodes[0].books.accounts.round >= 2)
+        await until(lambda: nodes[0].transactions.accounts.round >= 2)
         proxies[0].blackhole = True
         await asyncio.sleep(seconds)
         proxies[0].blackhole = False

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from quiverfl.peer import identity, wire
+from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
-from quiverfl.peer.courier import open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.terms import Terms
+from quiverfl.peer.sender import open_channel
 from quiverfl.peer.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply
 
 from .swarm import Options, build, make_folders
@@ -52,17 +52,17 @@ async def running(folder: Path, **changes: Any) -> AsyncIterator[Node]:
 class Caller:
     """Somebody with a certificate, who says what he likes."""
 
-    def __init__(self, terms: Terms, address: str, papers: Identity) -> None:
-        self.terms = terms
+    def __init__(self, agreement: Agreement, address: str, papers: Identity) -> None:
+        self.agreement = agreement
         self.channel = open_channel(address, "peer-0", papers)
 
     async def hello(self, **changes: Any) -> Greeting:
-        terms = self.terms
+        agreement = self.agreement
         values = {
             "protocol": wire.PROTOCOL,
-            "run": terms.run,
-            "configuration": terms.configuration,
-            "manifest": terms.manifest.hash,
+            "run": agreement.run,
+            "configuration": agreement.configuration,
+            "manifest": agreement.manifest.hash,
             "sender": "peer-1",
             "receiver": "peer-0",
             "incarnation": "1" * 16,
@@ -77,7 +77,7 @@ class Caller:
 
     def announcement(self, payload: bytes, **changes: Any) -> Announcement:
         values = {
-            "agreement": self.terms.agreement,
+            "agreement": self.agreement.hash,
             "sender": "peer-1",
             "receiver": "peer-0",
             "incarnation": "1" * 16,
@@ -130,7 +130,7 @@ def test_who_is_not_known_is_not_answered(tmp_path: Path, folders: list[Path]) -
     genuine = Identity.read(folders[1])
 
     async def attempt(node: Node, papers: Identity) -> grpc.StatusCode:
-        caller = Caller(node.terms, address(folders[0]), papers)
+        caller = Caller(node.agreement, address(folders[0]), papers)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await caller.hello()
         await caller.channel.close()
@@ -152,7 +152,7 @@ def test_who_is_not_known_is_not_answered(tmp_path: Path, folders: list[Path]) -
 
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            before = node.books.accounts
+            before = node.transactions.accounts
             closed = grpc.StatusCode.UNAVAILABLE
             assert await bare(node) is closed
             assert await plain(node) is closed
@@ -161,8 +161,8 @@ def test_who_is_not_known_is_not_answered(tmp_path: Path, folders: list[Path]) -
             denied = grpc.StatusCode.PERMISSION_DENIED
             assert await attempt(node, Identity.read(tmp_path / "stranger")) is denied
             assert await attempt(node, Identity.read(tmp_path / "second-key")) is denied
-            assert node.tally.refusals["identity"] == 2
-            assert node.books.accounts == before
+            assert node.metrics.refusals["identity"] == 2
+            assert node.transactions.accounts == before
 
     asyncio.run(scenario())
 
@@ -182,8 +182,8 @@ def test_the_caller_refuses_a_server_with_another_name(folders: list[Path]) -> N
 def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
-            before = node.books.accounts
+            caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
+            before = node.transactions.accounts
             for changes, word in [
                 ({"protocol": 2}, "protocol"),
                 ({"run": "another"}, "run"),
@@ -195,8 +195,8 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
                 greeting = await caller.hello(**changes)
                 assert greeting.hello is None
                 assert word in greeting.refusal
-            assert node.tally.refusals["hello"] == 6
-            assert node.books.accounts == before
+            assert node.metrics.refusals["hello"] == 6
+            assert node.transactions.accounts == before
             greeting = await caller.hello()
             assert greeting.hello is not None
             other = await caller.hello(incarnation="2" * 16)
@@ -209,10 +209,10 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
 def test_transfers_that_are_refused_change_nothing(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             assert (await caller.push()).reason.startswith("stranger")
             await caller.hello()
-            before = node.books.accounts
+            before = node.transactions.accounts
             good = list(wire.frames(PAYLOAD))
             damaged = [good[0][:-1] + bytes([good[0][-1] ^ 1])]
             larger = np.arange(SIZE + 1, dtype="<f4").tobytes()
@@ -233,8 +233,8 @@ def test_transfers_that_are_refused_change_nothing(folders: list[Path]) -> None:
             ]:
                 assert reply.word == word
                 assert reason in reply.reason
-            assert node.books.accounts == before
-            assert sum(node.tally.refusals.values()) == 14
+            assert node.transactions.accounts == before
+            assert sum(node.metrics.refusals.values()) == 14
             await caller.channel.close()
 
     asyncio.run(scenario())
@@ -243,19 +243,19 @@ def test_transfers_that_are_refused_change_nothing(folders: list[Path]) -> None:
 def test_replays_are_acknowledged_and_not_counted_twice(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             await caller.hello()
             assert (await caller.push()).word == "applied"
-            assert node.books.accounts.units == UNIT + UNIT // 4
-            after = node.books.accounts
+            assert node.transactions.accounts.units == UNIT + UNIT // 4
+            after = node.transactions.accounts
             assert (await caller.push()).word == "applied"
             other = np.ones(SIZE, dtype="<f4").tobytes()
             assert (await caller.push(payload=other)).reason == "stale"
-            assert node.books.accounts == after
-            assert node.tally.counts["duplicates"] == 1
+            assert node.transactions.accounts == after
+            assert node.metrics.counts["duplicates"] == 1
             assert (await caller.push(payload=other, seq=2)).word == "applied"
             assert (await caller.push()).reason == "stale"  # an old one, out of order
-            assert node.books.accounts.units == UNIT + UNIT // 2
+            assert node.transactions.accounts.units == UNIT + UNIT // 2
             await caller.channel.close()
         assert audit([read_statement(folders[0] / "store")]).passed
 
@@ -269,7 +269,7 @@ def test_content_that_is_refused_is_refused_for_good(folders: list[Path]) -> Non
     async def scenario() -> None:
         limits = {"mass_cap": UNIT, "outlier": "refuse"}
         async with running(folders[0], limits=limits) as node:
-            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             await caller.hello()
             for seq, payload, units, reason in [
                 (1, poison, 5, "not finite"),
@@ -279,7 +279,7 @@ def test_content_that_is_refused_is_refused_for_good(folders: list[Path]) -> Non
                 for _ in range(2):  # the second time from the tombstone
                     reply = await caller.push(payload=payload, seq=seq, units=units)
                     assert (reply.word, reply.reason) == ("refused", reason)
-            assert node.books.accounts.units == UNIT
+            assert node.transactions.accounts.units == UNIT
             await caller.channel.close()
         again = read_statement(folders[0] / "store")
         assert [line.refusal for line in again.received] == [
@@ -295,7 +295,7 @@ def test_content_that_is_refused_is_refused_for_good(folders: list[Path]) -> Non
 def test_only_its_owner_orders_a_peer(folders: list[Path]) -> None:
     async def scenario() -> None:
         async with running(folders[0]) as node:
-            caller = Caller(node.terms, address(folders[0]), Identity.read(folders[1]))
+            caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             call = caller.channel.unary_unary(f"/{SERVICE}/Order")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(wire.encode(Order(action="stop")), timeout=5)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from quiverfl.cli.peer_demo import make_swarm
-from quiverfl.cli.peer_setup import configuration, run_peer
 from quiverfl.experiment import Experiment
 from quiverfl.peer.audit import audit
-from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.peer_folder import PeerFolder
 from quiverfl.peer.schema import read_statement
+from quiverfl.peer.setup import configuration, run_peer
 from quiverfl.peer.store import Store
 
 from .swarm import CONTEXT

@@ -12,11 +12,11 @@ import pytest
 
 from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import wire
+from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.manifest import Manifest
 from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.terms import Terms
 from quiverfl.peer.wire import SERVICE, Reply
 
 from .swarm import Options, Swarm
@@ -28,9 +28,9 @@ PARAMETERS = 11_168_832
 async def _rate(swarm: Swarm, payload: bytes, seqs: range) -> float:
     folder = swarm.folders["peer-1"]
     manifest = Manifest.of({"u": np.zeros(PARAMETERS, dtype=np.float32)})
-    terms = Terms("test", "peer-1", "c" * 64, manifest)
+    agreement = Agreement("test", "peer-1", "c" * 64, manifest)
     address = Roster.read(folder / ROSTER).member("peer-0").address
-    caller = Caller(terms, address, Identity.read(folder))
+    caller = Caller(agreement, address, Identity.read(folder))
     for _ in range(120):
         try:
             await caller.hello()

@@ -17,12 +17,12 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
 from quiverfl.peer.audit import Entry, audit
-from quiverfl.peer.books import Books
 from quiverfl.peer.files import StoreError
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
 from quiverfl.peer.manifest import Manifest, magnitude, scaled, total
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.store import Memory, Store
+from quiverfl.peer.transactions import Transactions
 
 U = {"u": np.arange(1, 9, dtype=np.float32)}
 V = {"v": np.full(3, 7.0, dtype=np.float32)}
@@ -219,17 +219,17 @@ def test_eviction_files_the_past_under_another_name(tmp_path: Path) -> None:
 def test_a_share_of_a_peer_evicted_meanwhile_is_not_merged(tmp_path: Path) -> None:
     """The eviction comes between choosing what to merge and merging it."""
     store = create(tmp_path / "s")
-    books = Books(store, Manifest.of(U))
+    transactions = Transactions(store, Manifest.of(U))
     payload = Manifest.of(U).pack(U)
     share = Transfer("b", "a", 1, 0, UNIT // 2, hashlib.sha256(payload).hexdigest(), total(U))
 
     async def scenario() -> None:
-        await books.meet("b", "first store")
-        await books.evict("b")
-        await books.absorb([(share, U)], [], V, finish=True)
+        await transactions.meet("b", "first store")
+        await transactions.evict("b")
+        await transactions.absorb([(share, U)], [], V, finish=True)
 
     asyncio.run(scenario())
-    assert (books.accounts.units, books.accounts.round) == (UNIT, 1)
+    assert (transactions.accounts.units, transactions.accounts.round) == (UNIT, 1)
     store.close()
     report = audit([read_statement(tmp_path / "s")])
     assert report.passed, report.problems

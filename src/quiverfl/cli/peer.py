@@ -15,7 +15,7 @@ from quiverfl.cli.peer_certs import certs
 from quiverfl.errors import QuiverError
 
 if TYPE_CHECKING:
-    from quiverfl.peer.folder import PeerFolder
+    from quiverfl.peer.peer_folder import PeerFolder
 
 app = typer.Typer(help="Run as a peer between real machines.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
@@ -46,7 +46,7 @@ def init(
     ] = None,
 ) -> None:
     """Make a peer's folder: configuration, roster, keys, and what is its own."""
-    from quiverfl.peer.folder import OwnData, OwnSettings, make_folder
+    from quiverfl.peer.peer_folder import OwnData, OwnSettings, make_folder
     from quiverfl.peer.roster import Roster
 
     if bind is not None and not (":" in bind and bind.rpartition(":")[2].isdigit()):
@@ -79,9 +79,9 @@ def run(
     ] = False,
 ) -> None:
     """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to go on."""
-    from quiverfl.cli.peer_setup import log_to_stderr, run_peer
-    from quiverfl.peer.courier import RestoredBackup
     from quiverfl.peer.files import StoreError
+    from quiverfl.peer.sender import RestoredBackup
+    from quiverfl.peer.setup import log_to_stderr, run_peer
 
     log_to_stderr()
     try:
@@ -132,13 +132,16 @@ def evict(
 ) -> None:
     """Stop dealing with a peer that is lost. Do it on every remaining peer."""
     from quiverfl.peer.control import NotRunning, ask
+    from quiverfl.peer.ledger import UNIT
+    from quiverfl.peer.transactions import evict_at_rest
     from quiverfl.peer.wire import Order
 
     opened = _read(folder)
     try:
         found = ask(opened, Order(action="evict", peer=peer))
     except NotRunning:
-        found = _evict_at_rest(opened, peer)
+        opened.roster.member(peer)
+        found = {"written_off": evict_at_rest(opened.store, peer) / UNIT}
     print(f"{peer} is evicted here; written off: {found['written_off']:.6f}")
 
 
@@ -156,7 +159,7 @@ def audit(
 ) -> None:
     """Prove that no mass was lost or counted twice; exit code 1 if it was, 7 if a store lacks."""
     from quiverfl.peer.audit import audit as audited
-    from quiverfl.peer.folder import STORE
+    from quiverfl.peer.peer_folder import STORE
     from quiverfl.peer.schema import read_statement
 
     stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
@@ -203,7 +206,7 @@ def demo(
 
 
 def _read(folder: Path) -> PeerFolder:
-    from quiverfl.peer.folder import PeerFolder
+    from quiverfl.peer.peer_folder import PeerFolder
 
     return PeerFolder.read(folder)
 
@@ -214,22 +217,6 @@ def _option(text: str) -> tuple[str, Any]:
     if not text.partition("=")[2].strip():
         raise QuiverError(f"--data-option {text!r}: write KEY=VALUE.")
     return setting(text)
-
-
-def _evict_at_rest(folder: PeerFolder, peer: str) -> dict[str, Any]:
-    """The peer is not running: change its books directly."""
-    from quiverfl.peer import ledger
-    from quiverfl.peer.store import Store
-
-    folder.roster.member(peer)
-    store = Store.open(folder.store)
-    try:
-        before = store.accounts()
-        after = ledger.evict(before, peer)
-        store.evict(after, peer, before.link(peer).outbox)
-    finally:
-        store.close()
-    return {"written_off": (after.written_off - before.written_off) / ledger.UNIT}
 
 
 def _exit(code: int, sentence: str) -> None:

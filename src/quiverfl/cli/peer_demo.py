@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from quiverfl.cli.peer_setup import history_of
 from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
 from quiverfl.peer.audit import Report, audit
 from quiverfl.peer.control import NotRunning, order
-from quiverfl.peer.folder import OwnSettings, PeerFolder, make_folder
+from quiverfl.peer.peer_folder import OwnSettings, PeerFolder, make_folder
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
+from quiverfl.peer.setup import history_of
 from quiverfl.peer.wire import Order
 
 CONFIGURATION = """# Written by quiver peer demo.

@@ -10,11 +10,11 @@ from typing import Any
 import safetensors
 import safetensors.numpy
 
-from quiverfl.cli.peer_setup import configuration, dataset_of, restored_learner
 from quiverfl.config import Config
 from quiverfl.data.dataset import Dataset
 from quiverfl.errors import QuiverError
-from quiverfl.peer.folder import PeerFolder
+from quiverfl.peer.peer_folder import PeerFolder
+from quiverfl.peer.setup import configuration, dataset_of, restored_learner
 
 
 def export_model(folder: PeerFolder, out: Path) -> Iterator[str]:

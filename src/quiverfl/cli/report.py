@@ -46,7 +46,7 @@ def report(
     Finished, running and crashed runs can all be reported on. Runs that differ only in their seed
     are put together.
     """
-    from quiverfl.results.report import write_report
+    from quiverfl.results.html_report import write_report
     from quiverfl.results.terminal import print_comparison
 
     for path in table or []:
@@ -73,7 +73,7 @@ def _check_table(path: Path) -> None:
 
 def _write_table(groups: list[Group], path: Path, stage: str) -> None:
     from quiverfl.results import table_formats
-    from quiverfl.results.files import replace_file
+    from quiverfl.results.output_files import replace_file
     from quiverfl.results.scores import comparison
     from quiverfl.results.summary import STAGES
     from quiverfl.results.tables import comparison_table

@@ -31,18 +31,18 @@ from quiverfl.cli.sweep import (
     list_cells,
     write_events,
 )
-from quiverfl.reproduce.catalogue import ITEMS, Item, find_item, sweep_file
-from quiverfl.reproduce.variants import (
+from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
+from quiverfl.paper.reproduce.selection import item_cells
+from quiverfl.paper.reproduce.variants import (
     graph_settings,
     smoke_test,
     trained_as_often,
-    with_equal_participation,
 )
-from quiverfl.sweeps.places import Places
-from quiverfl.sweeps.plan import Cell, Choice, load_sweep
+from quiverfl.sweeps.layout import Places
+from quiverfl.sweeps.plan import Cell
 
 if TYPE_CHECKING:
-    from quiverfl.reproduce.write import Shown
+    from quiverfl.paper.reproduce.write import Shown
     from quiverfl.results.table_formats import Table
 
 
@@ -94,11 +94,11 @@ def reproduce(
     Started again after a crash it goes on where it was. Tables in the same folder share their
     finished cells.
     """
-    from quiverfl.reproduce.write import Shown  # late: it loads matplotlib
+    from quiverfl.paper.reproduce.write import Shown  # late: it loads matplotlib
 
     item = find_item(what)
     wanted = choice(methods, seeds, cases, [*graph_settings(graph.value), *(set_ or ())])
-    cells = item_cells(item, scale, wanted, equal)
+    cells = item_cells(item, scale, wanted, equal is Equal.participation)
     places = Places(out)
     if item.kind != "partition":
         carry_out(cells, places, jobs, dry_run, estimated, retry, quiet or as_json)
@@ -119,20 +119,6 @@ def reproduce(
     leave(cells, places)
 
 
-def item_cells(item: Item, scale: str, wanted: Choice, equal: Equal) -> list[Cell]:
-    """The item's cells: what it shows of its sweep, unless something else was asked for."""
-    file = sweep_file(item, scale)
-    cells = load_sweep(file, wanted).cells
-    if wanted.methods is None and item.methods is not None:
-        cells = tuple(cell for cell in cells if cell.config.method.name in item.methods)
-    if wanted.cases is None and item.cases is not None:
-        shown = tuple(cell for cell in cells if cell.case in item.cases)
-        cells = shown or cells  # a scale of one's own has other cases
-    if equal is Equal.participation:
-        return [with_equal_participation(cell) for cell in cells]
-    return list(cells)
-
-
 def folder_name(what: str, scale: str, graph: Graph, equal: Equal) -> str:
     parts = [what, Path(scale).name]
     parts += ["pull"] if graph is Graph.pull else []
@@ -149,7 +135,7 @@ def _write(
     how: Shown,
     as_json: bool,
 ) -> None:
-    from quiverfl.reproduce.write import per_case, write, written_files
+    from quiverfl.paper.reproduce.write import per_case, write, written_files
 
     tables = write(what, item, cells, places, folder, how)
     files = [str(folder / name) for name in written_files(folder)]

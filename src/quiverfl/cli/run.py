@@ -16,7 +16,7 @@ from quiverfl.cli.progress import progress
 from quiverfl.config import Config, load_config
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods import METHODS, Method, find_method
-from quiverfl.results.files import file_name
+from quiverfl.results.output_files import file_name
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; wins over the file.")
@@ -54,7 +54,7 @@ def resume(
     json_: AsJson = False,
 ) -> None:
     """Go on with an interrupted run; the numbers are those of an uninterrupted one."""
-    from quiverfl.folder import RunFolder
+    from quiverfl.run_folder import RunFolder
 
     existing = RunFolder(folder)
     settings = existing.config()
@@ -73,7 +73,7 @@ def compare(
     json_: AsJson = False,
 ) -> None:
     """Run several methods on the same data, model and seeds; a table and an HTML report."""
-    from quiverfl.results.report import write_report
+    from quiverfl.results.html_report import write_report
     from quiverfl.results.terminal import print_comparison
 
     settings = load_config(config, set_ or ())
@@ -141,7 +141,7 @@ def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
 
 def _run(settings: Config, folder: Path, label: str, quiet: bool) -> dict[str, Any]:
     from quiverfl.experiment import run_in_folder
-    from quiverfl.folder import RunFolder
+    from quiverfl.run_folder import RunFolder
 
     try:
         with progress(label, settings.run.rounds, quiet) as watcher:
@@ -154,7 +154,7 @@ def _run(settings: Config, folder: Path, label: str, quiet: bool) -> dict[str, A
 
 
 def _refuse_unfinished(folder: Path) -> None:
-    from quiverfl.folder import RunFolder
+    from quiverfl.run_folder import RunFolder
 
     existing = RunFolder(folder)
     if existing.holds_run() and not existing.finished():

@@ -14,7 +14,7 @@ from rich.console import Console
 from quiverfl.cli.overview import describe, overview
 from quiverfl.errors import QuiverError
 from quiverfl.results import numbers
-from quiverfl.sweeps.places import Places
+from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
 from quiverfl.sweeps.pool import Outcome, check_inputs, check_some_data, cores, pending, run_cells
 
@@ -188,8 +188,8 @@ def write_events(cells: Sequence[Cell], places: Places, folder: Path) -> None:
 
 def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) -> None:
     """A page, a table and the numbers of each case."""
-    from quiverfl.results.files import file_name, replace_file
-    from quiverfl.results.report import write_report
+    from quiverfl.results.html_report import write_report
+    from quiverfl.results.output_files import file_name, replace_file
     from quiverfl.results.scores import comparison
     from quiverfl.results.terminal import print_comparison
 

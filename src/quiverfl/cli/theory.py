@@ -28,11 +28,11 @@ def theory(
     """
     if out is not None and out.exists() and not out.is_dir():
         raise QuiverError(f"--out {out}: it is a file; name a folder.")
+    from quiverfl.paper.theory.measure import measure
+    from quiverfl.paper.theory.theory_captions import numbers, verdicts
+    from quiverfl.paper.theory.theory_settings import FULL, QUICK
+    from quiverfl.paper.theory.theory_tables import all_tables
     from quiverfl.results.table_formats import rich
-    from quiverfl.theory.measure import measure
-    from quiverfl.theory.settings import FULL, QUICK
-    from quiverfl.theory.tables import all_tables
-    from quiverfl.theory.words import numbers, verdicts
 
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
 
@@ -43,7 +43,7 @@ def theory(
     findings = measure(QUICK if quick else FULL, told)
     page = None
     if out is not None:
-        from quiverfl.theory.page import write_findings
+        from quiverfl.paper.theory.theory_page import write_findings
 
         page = write_findings(findings, out)
     if as_json:

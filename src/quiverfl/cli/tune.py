@@ -27,7 +27,7 @@ from quiverfl.cli.sweep import (
     leave,
 )
 from quiverfl.results.numbers import NOTHING
-from quiverfl.sweeps.places import Places
+from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import load_sweep
 
 if TYPE_CHECKING:

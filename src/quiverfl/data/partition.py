@@ -1,4 +1,4 @@
-"""Who gets which examples: one of the ways in `sharing` for training, and a test part like it.
+"""Who gets which examples: one of the ways in `partitioners` for training, and a test part like it.
 
 A client's test part follows the class proportions its training part really has, drawn without
 repetition within a client. Test examples may be shared between clients; training examples never.
@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from quiverfl.data import sharing
+from quiverfl.data import partitioners
 from quiverfl.data.dataset import Dataset, Integers
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.loading import check_options
+from quiverfl.references import check_options
 from quiverfl.seeds import stream
 
 PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
-    "dirichlet": sharing.dirichlet,
-    "dirichlet_by_class": sharing.dirichlet_by_class,
-    "pathological": sharing.pathological,
-    "iid": sharing.iid,
-    "natural": sharing.natural,
+    "dirichlet": partitioners.dirichlet,
+    "dirichlet_by_class": partitioners.dirichlet_by_class,
+    "pathological": partitioners.pathological,
+    "iid": partitioners.iid,
+    "natural": partitioners.natural,
 }
 GIVEN = ("dataset", "clients", "samples", "seed")
 
@@ -91,8 +91,8 @@ def partition(
     if test_per_client is not None and test_per_client < 1:
         raise QuiverError(f"data.test_per_client = {test_per_client}: it must be at least 1.")
     if name == "natural" and dataset.test_owner is not None:
-        chosen = sharing.owners(dataset, clients, seed)
-        test = sharing.rows_by_owner(dataset.test_owner, chosen)
+        chosen = partitioners.owners(dataset, clients, seed)
+        test = partitioners.rows_by_owner(dataset.test_owner, chosen)
         test = _some_of_each(dataset, test, test_per_client, seed)
     else:
         test = _test_like_train(dataset, train, test_per_client, seed)

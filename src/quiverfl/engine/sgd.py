@@ -1,4 +1,4 @@
-"""The step, exactly (METHODS §1): clip, decay, momentum, step; for stacked clients, in place."""
+"""The step, exactly (docs/methods.md): clip, decay, momentum, step; clients stacked, in place."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.loading import is_reference, load_callable
 from quiverfl.methods.contract import Message, Method, Once, Phase, Start, State, Train
 from quiverfl.methods.dfedavgm import DFedAvgM
 from quiverfl.methods.dfedavgmp import DFedAvgMP
@@ -16,6 +15,7 @@ from quiverfl.methods.fedper import FedPer
 from quiverfl.methods.fedrep import FedRep
 from quiverfl.methods.local import Local
 from quiverfl.methods.osgp import OSGP
+from quiverfl.references import is_reference, load_callable
 
 METHODS: dict[str, Callable[..., Method]] = {
     "local": Local,

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.loading import check_options, is_reference, load_callable, origin
 from quiverfl.models.cnn import cnn_small, fedavg_cnn, lenet5
 from quiverfl.models.mlp import MLP
 from quiverfl.models.resnet_gn import resnet8_gn, resnet18_gn
+from quiverfl.references import check_options, is_reference, load_callable, origin
 
 ModelFactory = Callable[..., nn.Module]
 

@@ -11,26 +11,28 @@ from typing import Any
 import grpc.aio
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.books import Books, first_entry
-from quiverfl.peer.courier import open_channel
+from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.learner import Learner
 from quiverfl.peer.ledger import UNIT, Accounts
 from quiverfl.peer.manifest import Leaves, Manifest, finite
 from quiverfl.peer.roster import Roster
+from quiverfl.peer.sender import open_channel
 from quiverfl.peer.store import Memory, Store, Trace
-from quiverfl.peer.terms import Terms
+from quiverfl.peer.transactions import Transactions, first_entry
 from quiverfl.peer.wire import SERVICE, Assembly, Model, WireError, decode, encode, frames
 
 PULL_SECONDS = 600.0
 
 
-async def model_frames(books: Books, manifest: Manifest) -> AsyncIterator[bytes]:
+async def model_frames(transactions: Transactions, manifest: Manifest) -> AsyncIterator[bytes]:
     """z = u / μ of this peer as a neighbour gets it who joins."""
-    accounts, mass = books.accounts, books.mass
+    accounts, mass = transactions.accounts, transactions.mass
     if not accounts.units:
         return
-    message = {name: (leaf / leaf.dtype.type(mass)) for name, leaf in books.memory.message.items()}
+    message = {
+        name: (leaf / leaf.dtype.type(mass)) for name, leaf in transactions.memory.message.items()
+    }
     payload = manifest.pack(message)
     digest = hashlib.sha256(payload).hexdigest()
     header = Model(round=accounts.round, nbytes=len(payload), digest=digest, manifest=manifest.hash)
@@ -40,35 +42,37 @@ async def model_frames(books: Books, manifest: Manifest) -> AsyncIterator[bytes]
 
 
 def create_store(
-    folder: Path, learner: Learner, terms: Terms, trace: Trace = lambda point: None
+    folder: Path, learner: Learner, agreement: Agreement, trace: Trace = lambda point: None
 ) -> Store:
     """A founder's store: the initial model, μ = 1."""
     message = learner.message()
     memory = Memory(message, learner.rest())
-    accounts = Accounts(terms.name, UNIT)
+    accounts = Accounts(agreement.name, UNIT)
     entry = first_entry("start", message)
-    return Store.create(folder, accounts, memory, entry, terms.agreement, trace)
+    return Store.create(folder, accounts, memory, entry, agreement.hash, trace)
 
 
 async def join_store(
-    folder: Path, learner: Learner, terms: Terms, roster: Roster, keys: Path
+    folder: Path, learner: Learner, agreement: Agreement, roster: Roster, keys: Path
 ) -> Store:
     """A newcomer's store: a neighbour's z with a mass of its own, recorded as a join."""
     identity = Identity.read(keys)
     problems = []
     for member in roster.members:
-        if member.name == terms.name:
+        if member.name == agreement.name:
             continue
         try:
             async with asyncio.timeout(PULL_SECONDS):
-                round, message = await _pull(member.address, member.name, identity, terms.manifest)
+                round, message = await _pull(
+                    member.address, member.name, identity, agreement.manifest
+                )
         except (grpc.aio.AioRpcError, WireError, TimeoutError) as problem:
             problems.append(f"{member.name}: {_text(problem)}")
             continue
         memory = Memory(message, learner.rest())
-        accounts = Accounts(terms.name, UNIT, round=round)
+        accounts = Accounts(agreement.name, UNIT, round=round)
         entry = first_entry("join", message, round)
-        return Store.create(folder, accounts, memory, entry, terms.agreement)
+        return Store.create(folder, accounts, memory, entry, agreement.hash)
     raise QuiverError(f"nobody could be joined: {'; '.join(problems)}.")
 
 

@@ -1,4 +1,4 @@
-"""All the others: a courier for each, and who is absent, finished or leaving."""
+"""All the others: a sender for each, and who is absent, finished or leaving."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.books import Books
-from quiverfl.peer.courier import Courier, RestoredBackup, Unreachable
+from quiverfl.peer.agreement import Agreement, Limits, older_than_remembered
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import free
+from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
+from quiverfl.peer.sender import RestoredBackup, Sender, Unreachable
 from quiverfl.peer.store import Store, Trace
-from quiverfl.peer.tally import Log, Tally
-from quiverfl.peer.terms import Limits, Terms, older_than_remembered
+from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import PROTOCOL, Hello
 
 
@@ -34,29 +34,29 @@ class Neighbours:
     def __init__(
         self,
         roster: LiveRoster,
-        books: Books,
+        transactions: Transactions,
         store: Store,
         keys: Path,
-        terms: Terms,
+        agreement: Agreement,
         limits: Limits,
         condition: Condition,
         *,
         trust_store: bool,
-        tally: Tally,
+        metrics: PeerMetrics,
         log: Log,
         trace: Trace,
         changed: Callable[[], None],
     ) -> None:
-        self._books, self._terms, self._condition = books, terms, condition
+        self._transactions, self._agreement, self._condition = transactions, agreement, condition
         self._incarnation = store.meta("incarnation")
         self._trust_store, self._changed = trust_store, changed
         self.absent: set[str] = set()  # missed a deadline and not heard since: not waited for
         self.done: set[str] = set()  # have finished and delivered everything
-        self.couriers = {
-            peer: Courier(
+        self.senders = {
+            peer: Sender(
                 peer,
-                books=books,
-                terms=terms,
+                transactions=transactions,
+                agreement=agreement,
                 limits=limits,
                 roster=roster,
                 identity=lambda: Identity.read(keys),
@@ -64,22 +64,22 @@ class Neighbours:
                 payload=store.payload,
                 compose=self.hello,
                 on_greeting=self.met,
-                tally=tally,
+                metrics=metrics,
                 log=log,
                 trace=trace,
             )
             for peer in roster.current.names
-            if peer != terms.name
+            if peer != agreement.name
         }
 
     def hello(self, peer: str) -> Hello:
-        link = self._books.accounts.link(peer)
+        link = self._transactions.accounts.link(peer)
         return Hello(
             protocol=PROTOCOL,
-            run=self._terms.run,
-            configuration=self._terms.configuration,
-            manifest=self._terms.manifest.hash,
-            sender=self._terms.name,
+            run=self._agreement.run,
+            configuration=self._agreement.configuration,
+            manifest=self._agreement.manifest.hash,
+            sender=self._agreement.name,
             receiver=peer,
             incarnation=self._incarnation,
             nonce=secrets.token_hex(32),
@@ -92,43 +92,43 @@ class Neighbours:
 
     async def met(self, hello: Hello) -> None:
         """A neighbour has spoken, as caller or as called."""
-        if hello.sender not in self.couriers:
+        if hello.sender not in self.senders:
             raise QuiverError(f"{hello.sender!r} was not in the roster when this peer started.")
-        await self._books.meet(hello.sender, hello.incarnation)
-        link = self._books.accounts.link(hello.sender)
-        problem = older_than_remembered(self._terms.name, link, hello)
+        await self._transactions.meet(hello.sender, hello.incarnation)
+        link = self._transactions.accounts.link(hello.sender)
+        problem = older_than_remembered(self._agreement.name, link, hello)
         if problem and not self._trust_store:
             raise RestoredBackup(problem)
         self.absent.discard(hello.sender)
         if hello.leaving:
-            await self._books.part_from(hello.sender)
+            await self._transactions.part_from(hello.sender)
         (self.done.add if hello.finished else self.done.discard)(hello.sender)
-        self.couriers[hello.sender].wake()
+        self.senders[hello.sender].wake()
         self._changed()
 
     async def tell(self, to: set[str]) -> set[str]:
         """Say hello, with news of oneself; who has heard it."""
 
-        async def one(courier: Courier) -> str | None:
+        async def one(sender: Sender) -> str | None:
             try:
-                await courier.hello(timeout=2.0)
+                await sender.hello(timeout=2.0)
             except Unreachable:
                 return None
-            return courier.peer
+            return sender.peer
 
-        heard = await asyncio.gather(*(one(self.couriers[peer]) for peer in sorted(to)))
+        heard = await asyncio.gather(*(one(self.senders[peer]) for peer in sorted(to)))
         return {peer for peer in heard if peer}
 
     def outside(self) -> set[str]:
         """Those that no share is expected from, and none is sent to."""
-        links = self._books.accounts.links
+        links = self._transactions.accounts.links
         return {peer for peer, link in links.items() if link.gone or link.closed}
 
     def free(self, peer: str) -> bool:
-        return free(self._books.accounts, peer)
+        return free(self._transactions.accounts, peer)
 
     def staying(self) -> set[str]:
-        return set(self.couriers) - self.outside()
+        return set(self.senders) - self.outside()
 
-    def refunding(self) -> list[Courier]:
-        return [courier for courier in self.couriers.values() if courier.refund is not None]
+    def refunding(self) -> list[Sender]:
+        return [sender for sender in self.senders.values() if sender.refund is not None]

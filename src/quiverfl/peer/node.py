@@ -1,4 +1,4 @@
-"""A running peer: what its rounds (rounds.py) and its end (ending.py) are made of.
+"""A running peer: the life of its process, its rounds and its end.
 
     train → split → commit → send        (push)
     wait or not → merge → commit → ack   (absorb)
@@ -15,23 +15,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import safetensors.numpy
+
 from quiverfl.errors import QuiverError
-from quiverfl.peer import ending
-from quiverfl.peer.books import Books
-from quiverfl.peer.desk import FrontDesk
-from quiverfl.peer.learner import Learner
+from quiverfl.peer import ledger
+from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.files import write_durably
+from quiverfl.peer.learner import Learner, column, expected_senders
+from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
-from quiverfl.peer.reception import Reception
+from quiverfl.peer.peer_settings import Outcome, Settings
+from quiverfl.peer.receiver import Receiver
+from quiverfl.peer.requests import RequestHandler
 from quiverfl.peer.roster import ROSTER, LiveRoster
-from quiverfl.peer.rounds import rounds
-from quiverfl.peer.server import PeerService, Server
-from quiverfl.peer.settings import Outcome, Settings
+from quiverfl.peer.service import PeerService, Server
 from quiverfl.peer.store import Store, Trace
-from quiverfl.peer.tally import Log, Tally, serve_metrics
-from quiverfl.peer.terms import Limits, Terms
+from quiverfl.peer.transactions import Transactions
 from quiverfl.topologies.graph import Topology
 
 Result = TypeVar("Result")
+
+PERSONAL = "personal.safetensors"
+HEIRS = 4
+"""Over how many neighbours a leaving peer spreads what it has."""
 
 
 class Node:
@@ -43,7 +49,7 @@ class Node:
         topology: Topology,
         store: Store,
         keys: Path,
-        terms: Terms,
+        agreement: Agreement,
         settings: Settings,
         limits: Limits | None = None,
         *,
@@ -52,33 +58,39 @@ class Node:
     ) -> None:
         limits = limits or Limits()
         self.learner, self.topology, self.store, self._keys = learner, topology, store, keys
-        self.settings, self.terms, self._keepalive = settings, terms, limits.keepalive_seconds
-        self.record, self.log, self.tally = record, Log(terms.name), Tally()
+        self.settings, self.agreement, self._keepalive = (
+            settings,
+            agreement,
+            limits.keepalive_seconds,
+        )
+        self.record, self.log, self.metrics = record, Log(agreement.name), PeerMetrics()
         self._roster = LiveRoster(keys / ROSTER)
         self.names = self._roster.current.names
-        self.number = self._roster.current.number(terms.name)
-        self.books = Books(store, terms.manifest)
-        self.reception = Reception(self.books, terms, limits, self.tally, self.log, trace)
+        self.number = self._roster.current.number(agreement.name)
+        self.transactions = Transactions(store, agreement.manifest)
+        self.receiver = Receiver(
+            self.transactions, agreement, limits, self.metrics, self.log, trace
+        )
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)
         self.neighbours = Neighbours(
             self._roster,
-            self.books,
+            self.transactions,
             store,
             keys,
-            terms,
+            agreement,
             limits,
             self.condition,
             trust_store=settings.trust_store,
-            tally=self.tally,
+            metrics=self.metrics,
             log=self.log,
             trace=trace,
-            changed=self.reception.changed.set,
+            changed=self.receiver.changed.set,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stopped = asyncio.Event()
         self._broken: QuiverError | None = None
         self.state = "starting"
-        self.metrics: dict[str, float] = {}
+        self.scores: dict[str, float] = {}
         self._outbox_since = time.monotonic()
 
     # The life of the process
@@ -87,25 +99,25 @@ class Node:
         server = Server(self.settings.bind, self._keys, self._service(), self._keepalive)
         endpoint = None
         if self.settings.metrics:
-            endpoint = serve_metrics(self.settings.metrics, self.tally, self.gauges)
+            endpoint = serve_metrics(self.settings.metrics, self.metrics, self.gauges)
         await server.start()
-        tasks = [asyncio.create_task(c.run()) for c in self.neighbours.couriers.values()]
+        tasks = [asyncio.create_task(c.run()) for c in self.neighbours.senders.values()]
         for task in tasks:
-            task.add_done_callback(self._courier_ended)
-        self.log("started", round=self.books.accounts.round, port=server.port)
+            task.add_done_callback(self._sender_ended)
+        self.log("started", round=self.transactions.accounts.round, port=server.port)
         try:
-            await self.neighbours.tell(set(self.neighbours.couriers))
+            await self.neighbours.tell(set(self.neighbours.senders))
             await self._restore()
-            await rounds(self)
-            await ending.end(self)
+            await self._rounds()
+            await self._end()
         finally:
             self.state = "stopping"
-            await asyncio.gather(*(c.close() for c in self.neighbours.couriers.values()))
+            await asyncio.gather(*(c.close() for c in self.neighbours.senders.values()))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await server.stop(0.5)
-            await self.books.settle()
+            await self.transactions.settle()
             self._thread.shutdown()
             if endpoint is not None:
                 endpoint.shutdown()
@@ -114,27 +126,27 @@ class Node:
         return self._outcome()
 
     def _service(self) -> PeerService:
-        desk = FrontDesk(
-            self.terms,
+        handler = RequestHandler(
+            self.agreement,
             self._keys,
-            self.books,
-            self.reception,
+            self.transactions,
+            self.receiver,
             self.neighbours,
-            self.tally,
+            self.metrics,
             self.log,
             status=self.status,
             stop=self.stop,
             leave=self.leave,
             fail=self._fail,
         )
-        return PeerService(desk, self._roster, self.tally, self.log)
+        return PeerService(handler, self._roster, self.metrics, self.log)
 
     def _outcome(self) -> Outcome:
-        accounts = self.books.accounts
+        accounts = self.transactions.accounts
         left = self.condition.leaving and not accounts.units and not accounts.outbox
         waiting = len(accounts.outbox)
         outcome = Outcome(
-            self.finished, left, self.stopping, waiting, self.metrics, self._problems()
+            self.finished, left, self.stopping, waiting, self.scores, self._problems()
         )
         self.log("stopped", round=accounts.round, **vars(outcome))
         return outcome
@@ -142,20 +154,20 @@ class Node:
     def stop(self) -> None:
         """Finish the transaction at hand, then end: what SIGTERM asks for."""
         self._stopped.set()
-        self.reception.changed.set()
+        self.receiver.changed.set()
 
     def leave(self) -> None:
         """Push all mass out, then end; remembered over restarts."""
         self.store.note("leaving", "yes")
         self.condition.leaving = True
-        self.reception.changed.set()
+        self.receiver.changed.set()
 
     def _fail(self, problem: QuiverError) -> None:
         self._broken = self._broken or problem
         self.log.alarm("failed", reason=str(problem))
         self.stop()
 
-    def _courier_ended(self, task: asyncio.Task[None]) -> None:
+    def _sender_ended(self, task: asyncio.Task[None]) -> None:
         problem = None if task.cancelled() else task.exception()
         if isinstance(problem, QuiverError):
             self._fail(problem)
@@ -166,10 +178,10 @@ class Node:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
 
     async def _restore(self) -> None:
-        memory = self.books.memory
+        memory = self.transactions.memory
         await self.off_loop(self.learner.restore, memory.rest)
-        if self.books.accounts.units:
-            await self.off_loop(self.learner.merge, memory.message, self.books.mass)
+        if self.transactions.accounts.units:
+            await self.off_loop(self.learner.merge, memory.message, self.transactions.mass)
 
     @property
     def stopping(self) -> bool:
@@ -178,7 +190,7 @@ class Node:
     @property
     def finished(self) -> bool:
         """Nothing will come from this peer any more."""
-        accounts = self.books.accounts
+        accounts = self.transactions.accounts
         return accounts.round >= self.settings.rounds and not accounts.outbox
 
     # What rounds and the end are made of
@@ -191,60 +203,235 @@ class Node:
             left = end - time.monotonic()
             if left <= 0:
                 return
-            self.reception.changed.clear()
+            self.receiver.changed.clear()
             try:
                 # A link becomes free without an event of its own: look again now and then.
                 async with asyncio.timeout(min(left, 0.02)):
-                    await self.reception.changed.wait()
+                    await self.receiver.changed.wait()
             except TimeoutError:
                 continue
 
     async def absorb(self, up_to: int | None, finish: bool) -> None:
         """Merge what has come, commit, and let the senders know."""
-        receipts = self.reception.take(up_to)
+        receipts = self.receiver.take(up_to)
         refunding = self.neighbours.refunding()
-        refunds = [courier.refund for courier in refunding if courier.refund]
+        refunds = [sender.refund for sender in refunding if sender.refund]
         if receipts or refunds:
             rest = await self.off_loop(self.learner.rest)
-            await self.books.absorb(receipts, refunds, rest, finish)
+            await self.transactions.absorb(receipts, refunds, rest, finish)
         elif finish:
-            await self.books.finish_round()
+            await self.transactions.finish_round()
         transfers = [transfer for transfer, _ in receipts]
         self.neighbours.absent -= {transfer.sender for transfer in transfers}
-        self.reception.committed(transfers)
-        for courier in refunding:
-            courier.refund = None
-        if self.books.accounts.units:
-            memory = self.books.memory
-            await self.off_loop(self.learner.merge, memory.message, self.books.mass)
+        self.receiver.committed(transfers)
+        for sender in refunding:
+            sender.refund = None
+        if self.transactions.accounts.units:
+            memory = self.transactions.memory
+            await self.off_loop(self.learner.merge, memory.message, self.transactions.mass)
+
+    # Its rounds: train, split and commit, wait or not, merge.
+    #
+    # In sync mode a round waits for the shares its graph promises, or for a deadline; in async mode
+    # it takes what has come.
+
+    async def _rounds(self) -> None:
+        while self.transactions.accounts.round < self.settings.rounds:
+            if self.stopping or self.condition.leaving:
+                return
+            await self._round(self.transactions.accounts.round)
+
+    async def _round(self, t: int) -> None:
+        graph, sync = self.topology(t), self._sync()
+        line: dict[str, Any] = {"round": t}
+        if not self.transactions.accounts.pushed:
+            self.state = "training"
+            await self.off_loop(self.learner.train, t, bool(graph.active[self.number]))
+            line["local"] = await self._evaluated(t, "local")
+            self.state = "pushing"
+            if self.stopping or not await self._push(t, column(graph, self.names, self.number)):
+                return
+        self.state = "waiting"
+        if sync:
+            await self._gather(t, expected_senders(graph, self.names, self.number))
+        else:
+            await self._breathe(t)
+        if self.stopping:
+            return
+        await self.absorb(t if sync else None, finish=True)
+        line["mixed"] = await self._evaluated(t, "mixed")
+        self.scores = line["mixed"] or self.scores
+        line |= {"mass": self.transactions.mass, "sent_bytes": self.metrics.counts["sent_bytes"]}
+        self.metrics.add("rounds")
+        self.record(line)
+        self.log("round", **line)
+
+    def _sync(self) -> bool:
+        return self.settings.mode == "sync"
+
+    async def _evaluated(self, t: int, stage: str) -> dict[str, float]:
+        last = t + 1 >= self.settings.rounds
+        if (t + 1) % self.settings.evaluate_every and not last:
+            return {}
+        return await self.off_loop(self.learner.evaluate, t, stage)
+
+    async def _push(self, t: int, weights: dict[str, float]) -> bool:
+        """Split and commit; False if there was no time for it before the end."""
+        neighbours, others = self.neighbours, set(weights) - {self.agreement.name}
+        if self._sync():
+            ready = others - neighbours.outside()
+            await self.until(
+                lambda: all(neighbours.free(p) for p in ready - neighbours.absent), None
+            )
+            neighbours.absent |= {peer for peer in ready if not neighbours.free(peer)}
+            if self.stopping:
+                return False
+        cautious = not self._sync() or bool(neighbours.absent)
+        may = not cautious or ledger.may_push(self.transactions.accounts)
+        chosen = {
+            p: w for p, w in weights.items() if p not in others or (may and neighbours.free(p))
+        }
+        parts = ledger.as_parts(chosen)
+        home = parts.pop(self.agreement.name, 0)
+        message = await self.off_loop(self.learner.message)
+        rest = await self.off_loop(self.learner.rest)
+        for transfer in await self.transactions.push(t, message, rest, parts, home):
+            neighbours.senders[transfer.receiver].wake()
+        return True
+
+    async def _gather(self, t: int, expected: set[str]) -> None:
+        """Until every promised share is here, or the deadline: late ones merge in a later round."""
+        neighbours = self.neighbours
+
+        def missing() -> set[str]:
+            here = {p for p, s in self.receiver.staged.items() if s.transfer.round >= t}
+            return expected - here - neighbours.outside() - neighbours.absent - neighbours.done
+
+        await self.until(lambda: not missing(), None)
+        late = missing()
+        if late and not self.stopping:
+            self.log("deadline", round=t, missing=sorted(late))
+            neighbours.absent |= late
+
+    async def _breathe(self, t: int) -> None:
+        """Async: go on at once, unless asked to pause or too far ahead of the slowest heard."""
+        if self.settings.pause:
+            await self.until(lambda: False, self.settings.pause)
+        bound, heard = self.settings.staleness, self.receiver.heard
+        if bound is not None:
+            away = self.neighbours.done | self.neighbours.outside()
+            await self.until(
+                lambda: all(heard[peer] >= t - bound for peer in set(heard) - away), None
+            )
+
+    # Its end: it stays until the others have finished, or it gives all its mass away.
+
+    async def _end(self) -> None:
+        if not self.stopping and not self.condition.leaving:
+            await self._linger()
+        if not self.stopping and self.condition.leaving:
+            await self._give_everything_away()
+
+    async def _linger(self) -> None:
+        """Take in what is late and answer, until all have finished or nothing is heard any more."""
+        self.state = "finished"
+        told: set[str] = set()
+        last_news = time.monotonic()
+        while not self.stopping and not self.condition.leaving:
+            if self.receiver.staged or self.neighbours.refunding():
+                await self.absorb(None, finish=False)
+                last = self.settings.rounds - 1
+                self.scores = await self.off_loop(self.learner.evaluate, last, "mixed")
+                last_news = time.monotonic()
+            others = self.neighbours.staying()
+            if self.finished:
+                told |= await self.neighbours.tell(others - told)
+            over = self.finished and not self.receiver.staged
+            if over and others <= self.neighbours.done:
+                # Whoever was not reached just now had finished, and may have ended before us.
+                return
+            if time.monotonic() - last_news > self.settings.linger:
+                return
+            known = set(self.neighbours.done)
+            await self.until(lambda: bool(self.receiver.staged), 0.25)
+            if self.neighbours.done != known:
+                last_news = time.monotonic()
+
+    async def _give_everything_away(self) -> None:
+        """Tell everybody, then push everything out until nothing is left here or on its way."""
+        self.state = "leaving"
+        if self.transactions.accounts.units:
+            model = await self.off_loop(self.learner.model)
+            write_durably(self.store.folder / PERSONAL, safetensors.numpy.save(model))
+        told: set[str] = set()
+        last_news = time.monotonic()
+        while not self.stopping and time.monotonic() - last_news < self.settings.linger:
+            told |= await self.neighbours.tell(self.neighbours.staying() - told)
+            before = self.transactions.accounts
+            if self.receiver.staged or self.neighbours.refunding():
+                await self._take_in()
+            heirs = [p for p in sorted(told) if self.neighbours.free(p)][:HEIRS]
+            if self.transactions.accounts.units and heirs:
+                await self._give_away(heirs)
+            accounts = self.transactions.accounts
+            everybody = self.neighbours.staying() <= told
+            if (
+                everybody
+                and not accounts.units
+                and not accounts.outbox
+                and not self.receiver.staged
+            ):
+                return
+            if accounts != before:
+                last_news = time.monotonic()
+            await self.until(lambda: bool(self.receiver.staged), 0.1)
+
+    async def _take_in(self) -> None:
+        receipts = self.receiver.take()
+        refunding = self.neighbours.refunding()
+        refunds = [sender.refund for sender in refunding if sender.refund]
+        await self.transactions.absorb(
+            receipts, refunds, self.transactions.memory.rest, finish=False
+        )
+        self.receiver.committed([transfer for transfer, _ in receipts])
+        for sender in refunding:
+            sender.refund = None
+
+    async def _give_away(self, heirs: list[str]) -> None:
+        memory, accounts = self.transactions.memory, self.transactions.accounts
+        parts = dict.fromkeys(heirs, 1)
+        for transfer in await self.transactions.push(
+            accounts.round, memory.message, memory.rest, parts, 0
+        ):
+            self.neighbours.senders[transfer.receiver].wake()
 
     # What can be seen of it
 
     def gauges(self) -> dict[str, float]:
-        accounts = self.books.accounts
+        accounts = self.transactions.accounts
         if not accounts.outbox:
             self._outbox_since = time.monotonic()
         return {
             "round": accounts.round,
-            "mass": self.books.mass,
+            "mass": self.transactions.mass,
             "outbox": len(accounts.outbox),
             "outbox_age_seconds": time.monotonic() - self._outbox_since,
-            "staged": len(self.reception.staged),
-            "commit_seconds": self.books.commit_seconds,
+            "staged": len(self.receiver.staged),
+            "commit_seconds": self.transactions.commit_seconds,
         }
 
     def _problems(self) -> dict[str, str]:
-        return {p: c.problem for p, c in self.neighbours.couriers.items() if c.problem}
+        return {p: c.problem for p, c in self.neighbours.senders.items() if c.problem}
 
     def status(self) -> dict[str, Any]:
         return {
-            "name": self.terms.name,
+            "name": self.agreement.name,
             "state": self.state,
             "rounds": self.settings.rounds,
             **self.gauges(),
-            "metrics": self.metrics,
-            "counts": dict(self.tally.counts),
-            "refusals": dict(self.tally.refusals),
+            "metrics": self.scores,
+            "counts": dict(self.metrics.counts),
+            "refusals": dict(self.metrics.refusals),
             "absent": sorted(self.neighbours.absent),
             "problems": self._problems(),
         }

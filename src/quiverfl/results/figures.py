@@ -17,11 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from quiverfl.results import numbers
-from quiverfl.results.files import replace_file
 from quiverfl.results.groups import Group, common_metric
-from quiverfl.results.protocol import STAGE_WORDS
+from quiverfl.results.output_files import replace_file
 from quiverfl.results.scores import run_scores, spent_by_round
-from quiverfl.results.summary import STAGES, Report, mean_by_round
+from quiverfl.results.summary import Report, mean_by_round
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Against: TypeAlias = Literal["rounds", "bytes", "steps"]
@@ -173,21 +172,6 @@ def picture(draw: Callable[[Axes], None], width: float = 5.4, height: float = 3.
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure.add_subplot())
-    return figure
-
-
-def both_stages(draw: Callable[[Axes, str], None], legend: bool = True) -> Figure:
-    """A figure for a paper: the two stages beside each other, on one scale, with a legend."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.8, 3.9), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True, sharex=True)
-        for axes, stage in zip(panels, STAGES, strict=True):
-            draw(axes, stage)
-            axes.set_title(f"stage {stage}: {STAGE_WORDS[stage]}")
-            axes.label_outer()
-        handles, labels = panels[0].get_legend_handles_labels()
-        if legend and handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
     return figure
 
 

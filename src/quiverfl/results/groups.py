@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from quiverfl.results import palette
-from quiverfl.results.history import RunResult
 from quiverfl.results.palette import Style
+from quiverfl.results.run_files import RunResult
 from quiverfl.results.summary import headline
 
 _NOT_THE_EXPERIMENT = {

@@ -26,7 +26,6 @@ _KNOWN = {
     "dfedavgm": ("DFedAvgM", Style("#332288", "X")),
     "dfedavgmp": ("DFedAvgM-P", Style("#882255", "<")),
     "osgp": ("OSGP", Style("#117733", ">")),
-    "sgp": ("SGP", Style("#44AA99", ">")),
     "dispfl": ("Dis-PFL", Style("#8C8C2E", "h")),
     "dfedpgp": ("DFedPGP", Style("#D55E00", "o")),
 }

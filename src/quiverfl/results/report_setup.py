@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from quiverfl.errors import QuiverError
 from quiverfl.results.figures import picture
 from quiverfl.results.groups import Group, flat
-from quiverfl.results.history import Counts, RunResult
 from quiverfl.results.html import Markup, tag
 from quiverfl.results.report_parts import (
     differences_table,
@@ -23,6 +22,7 @@ from quiverfl.results.report_parts import (
     section,
     settings_table,
 )
+from quiverfl.results.run_files import Counts, RunResult
 
 _MOST_PICTURES = 6
 

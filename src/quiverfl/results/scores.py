@@ -14,9 +14,9 @@ from scipy import special
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.results.groups import Group, common_metric, settings
-from quiverfl.results.history import RunResult
 from quiverfl.results.palette import plain
 from quiverfl.results.protocol import Weighting
+from quiverfl.results.run_files import RunResult
 from quiverfl.results.summary import (
     STAGES,
     Report,

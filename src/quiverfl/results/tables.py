@@ -9,9 +9,9 @@ import pandas as pd
 
 from quiverfl.results import numbers
 from quiverfl.results.groups import Group, common_metric
-from quiverfl.results.history import RunResult
 from quiverfl.results.palette import plain
 from quiverfl.results.protocol import REPORT_WORDS, UNTUNED, Weighting, describe
+from quiverfl.results.run_files import RunResult
 from quiverfl.results.scores import (
     comparison,
     group_called,

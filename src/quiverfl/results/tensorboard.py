@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from quiverfl.errors import QuiverError
-from quiverfl.results.history import read_run
+from quiverfl.results.run_files import read_run
 from quiverfl.results.summary import STAGES, by_client, spread
 
 _COLUMNS = {

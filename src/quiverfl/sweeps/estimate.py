@@ -24,8 +24,8 @@ from quiverfl.experiment import (
     topology_for,
 )
 from quiverfl.methods.contract import adaptation
-from quiverfl.results.history import read_lines
-from quiverfl.sweeps.places import Places
+from quiverfl.results.run_files import read_lines
+from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell
 
 FREE = {

@@ -11,6 +11,10 @@
     name = "CIFAR-10 Dir-0.3"
     data = { name = "cifar10", partition = "dirichlet", alpha = 0.3 }
 
+    [scale.small]               # what stands in place of these keys when the sweep is asked for at
+    base = "small.toml"         # this scale; `cases` are the names of those that stay
+    cases = ["CIFAR-10 Dir-0.3"]
+
 A cell is the same cell wherever it comes from: sweeps that share a folder share finished runs.
 """
 
@@ -29,7 +33,9 @@ from quiverfl.errors import QuiverError, nearest
 Tree = dict[str, Any]
 Point = tuple[tuple[str, Any], ...]
 
-KNOWN = ("base", "methods", "seeds", "grid", "case")
+KEYS = ("base", "methods", "seeds", "grid", "case")
+KNOWN = (*KEYS, "scale")
+KNOWN_OF_SCALE = (*KEYS, "cases")
 HASH_LETTERS = 12
 
 
@@ -83,13 +89,14 @@ class Choice:
     """`section.key=value` texts that win over the file."""
 
 
-def load_sweep(path: Path, choice: Choice | None = None) -> Sweep:
-    """Read and check the whole plan before anything runs."""
+def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = None) -> Sweep:
+    """Read and check the whole plan before anything runs; without a scale, as the file has it."""
     choice = choice or Choice()
     tree = _read(path)
     for key in tree:
         if key not in KNOWN:
             raise QuiverError(f"{path}: unknown key {key!r}; {nearest(key, KNOWN)}")
+    tree = tree if scale is None else _scaled(tree, scale, path)
     before, after = _settings(choice.values)
     base = _base(tree, path)
     blocks = _chosen(_blocks(tree, path), choice)
@@ -122,6 +129,23 @@ def _base(tree: Tree, path: Path) -> Tree:
     if not isinstance(base, dict):
         raise QuiverError(f"{path}: base = {base!r}: name a configuration file, or write [base.…].")
     return base
+
+
+def _scaled(tree: Tree, scale: str, path: Path) -> Tree:
+    """The sweep at a scale that it has a section for."""
+    sections = tree.get("scale", {})
+    if not isinstance(sections, dict) or not isinstance(sections.get(scale), dict):
+        raise QuiverError(f"{path}: there is no [scale.{scale}].")
+    own = sections[scale]
+    for key in own:
+        if key not in KNOWN_OF_SCALE:
+            known = nearest(key, KNOWN_OF_SCALE)
+            raise QuiverError(f"{path}: unknown key {key!r} in [scale.{scale}]; {known}")
+    merged = tree | {key: value for key, value in own.items() if key != "cases"}
+    if "cases" in own:
+        kept = _cases(merged, Choice(cases=own["cases"]), path)
+        merged["case"] = [{"name": name, **case} for name, case in kept]
+    return merged
 
 
 def _cases(tree: Tree, choice: Choice, path: Path) -> list[tuple[str, Tree]]:

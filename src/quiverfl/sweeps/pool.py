@@ -18,8 +18,8 @@ from typing import Literal, Protocol, TypeAlias
 
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import DataShelf, inputs_there
-from quiverfl.folder import RunFolder
-from quiverfl.sweeps.places import Places
+from quiverfl.run_folder import RunFolder
+from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell
 
 Ending: TypeAlias = Literal["finished", "diverged", "failed"]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from quiverfl.errors import QuiverError
-from quiverfl.results.history import read_run
+from quiverfl.results.run_files import read_run
 from quiverfl.results.scores import run_scores
 from quiverfl.results.summary import Report, headline, higher_is_better
-from quiverfl.sweeps.places import Places
+from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell, Point
 
 

@@ -18,7 +18,7 @@ from quiverfl.topologies.fixed import (
     ring,
     torus,
 )
-from quiverfl.topologies.given import custom, from_matrix, from_networkx, metropolis
+from quiverfl.topologies.from_graphs import custom, from_matrix, from_networkx, metropolis
 from quiverfl.topologies.graph import Graph, Topology
 from quiverfl.topologies.participation import participating
 from quiverfl.topologies.random import erdos_renyi, random_pull, random_push, random_regular

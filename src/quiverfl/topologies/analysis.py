@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from quiverfl.topologies.checks import whole
+from quiverfl.topologies.arguments import whole
 from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers, Topology
 
 PRODUCT_LIMIT = 500

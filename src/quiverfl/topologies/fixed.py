@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from quiverfl.topologies.checks import checked_clients
-from quiverfl.topologies.given import metropolis_graph
+from quiverfl.topologies.arguments import checked_clients
+from quiverfl.topologies.from_graphs import metropolis_graph
 from quiverfl.topologies.graph import Graph, Integers, Topology, from_entries
 
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from quiverfl.errors import QuiverError
-from quiverfl.topologies.checks import share
+from quiverfl.topologies.arguments import share
 from quiverfl.topologies.graph import Flags, Graph, Topology, from_entries
 from quiverfl.topologies.star import sample
 

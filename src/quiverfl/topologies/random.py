@@ -14,8 +14,8 @@ import numpy as np
 
 from quiverfl.errors import QuiverError
 from quiverfl.seeds import hashed
-from quiverfl.topologies.checks import checked_clients, checked_neighbors, share
-from quiverfl.topologies.given import metropolis_graph
+from quiverfl.topologies.arguments import checked_clients, checked_neighbors, share
+from quiverfl.topologies.from_graphs import metropolis_graph
 from quiverfl.topologies.graph import Flags, Graph, Integers, Topology, from_entries
 
 SWEEPS = 12

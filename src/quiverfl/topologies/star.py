@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from quiverfl.seeds import hashed
-from quiverfl.topologies.checks import checked_clients, whole
+from quiverfl.topologies.arguments import checked_clients, whole
 from quiverfl.topologies.graph import Graph, Integers, Topology
 
 

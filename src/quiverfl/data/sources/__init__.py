@@ -17,14 +17,14 @@ from quiverfl.data.sources.cache import FOLDER, cached
 from quiverfl.data.sources.cifar import read_cifar10, read_cifar100
 from quiverfl.data.sources.digits import load_digits
 from quiverfl.data.sources.fetch import Download, is_there
-from quiverfl.data.sources.folder import read_folder
 from quiverfl.data.sources.idx import FASHION_MNIST, MNIST, read_fashion_mnist, read_mnist
+from quiverfl.data.sources.image_folder import read_folder
 from quiverfl.data.sources.npz import read_npz
 from quiverfl.data.sources.synthetic import load_synthetic
 from quiverfl.data.sources.table import read_table
 from quiverfl.data.sources.tiny_imagenet import read_tiny_imagenet
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.loading import check_options, is_reference, load_callable
+from quiverfl.references import check_options, is_reference, load_callable
 
 ROOT_VARIABLE = "QUIVER_DATA"
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
-from quiverfl.data.sources.checks import again, check_labels, check_md5, fetch_again, read_file
+from quiverfl.data.sources.file_checks import again, check_labels, check_md5, fetch_again, read_file
 from quiverfl.data.sources.safe_pickle import load_pickle
 from quiverfl.errors import QuiverError, nearest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quiverfl.data.dataset import Dataset, channel_statistics
-from quiverfl.data.sources.split import train_and_test
+from quiverfl.data.sources.train_test import train_and_test
 
 HIGHEST = 16.0
 

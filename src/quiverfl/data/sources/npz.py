@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.own_arrays import from_arrays
-from quiverfl.data.sources.split import train_and_test
+from quiverfl.data.sources.arrays import from_arrays
+from quiverfl.data.sources.train_test import train_and_test
 from quiverfl.errors import QuiverError
 
 Arrays = dict[str, npt.NDArray[Any]]

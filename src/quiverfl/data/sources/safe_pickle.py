@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy._core.multiarray import _reconstruct
 
-from quiverfl.data.sources.checks import read_file
+from quiverfl.data.sources.file_checks import read_file
 from quiverfl.errors import QuiverError
 
 

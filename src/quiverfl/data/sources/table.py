@@ -16,9 +16,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from quiverfl.data.dataset import Dataset
+from quiverfl.data.sources.arrays import from_arrays
 from quiverfl.data.sources.images import in_mode
-from quiverfl.data.sources.own_arrays import from_arrays
-from quiverfl.data.sources.split import train_and_test
+from quiverfl.data.sources.train_test import train_and_test
 from quiverfl.errors import QuiverError, nearest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
-from quiverfl.data.sources.checks import read_file
+from quiverfl.data.sources.file_checks import read_file
 from quiverfl.data.sources.images import decode, image_files
 from quiverfl.errors import QuiverError
 

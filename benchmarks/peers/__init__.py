@@ -1,5 +1,0 @@
-"""The same work in other frameworks, installed into throw-away environments."""
-
-from benchmarks.peers.compare import figures, install
-
-__all__ = ["figures", "install"]

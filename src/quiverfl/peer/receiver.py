@@ -1,0 +1,233 @@
+"""What comes in: announcements judged, bodies checked and staged, acknowledged after the commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+from quiverfl.peer import ledger
+from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.ledger import UNIT, Transfer, Verdict
+from quiverfl.peer.manifest import Leaves, finite, norm, total
+from quiverfl.peer.metrics import Log, PeerMetrics
+from quiverfl.peer.store import Trace
+from quiverfl.peer.transactions import Transactions
+from quiverfl.peer.wire import (
+    Announcement,
+    Assembly,
+    Reply,
+    WireError,
+    Word,
+    data_bytes,
+    decode,
+)
+
+Answer = Callable[[Reply], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Staged:
+    transfer: Transfer
+    message: Leaves
+
+
+class Receiver:
+    """The receiving half of all links."""
+
+    def __init__(
+        self,
+        transactions: Transactions,
+        agreement: Agreement,
+        limits: Limits,
+        metrics: PeerMetrics,
+        log: Log,
+        trace: Trace,
+    ) -> None:
+        self._transactions, self._agreement, self._limits = transactions, agreement, limits
+        self._metrics, self._log, self._trace = metrics, log, trace
+        self._bodies = asyncio.Semaphore(limits.bodies)
+        self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self.staged: dict[str, Staged] = {}
+        self.heard: dict[str, int] = {}  # the latest round announced by each neighbour
+        self.changed = asyncio.Event()
+
+    async def push(self, sender: str, frames: AsyncIterator[bytes], answer: Answer) -> None:
+        """One attempt of a neighbour to deliver one share."""
+        try:
+            announcement = decode(Announcement, await self._next(frames))
+            await self._handle(sender, announcement, frames, answer)
+        except WireError as problem:
+            self._metrics.refused(problem.kind)
+            self._log("refused", sender=sender, reason=problem.kind, detail=str(problem))
+            word: Word = "denied" if problem.kind in ("malformed", "oversize") else "retry"
+            await answer(Reply(word=word, reason=str(problem)[:1000]))
+
+    async def _next(self, frames: AsyncIterator[bytes]) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.idle_seconds):
+                frame = await anext(frames)
+        except StopAsyncIteration:
+            raise WireError("truncated", "the stream ended early.") from None
+        except TimeoutError:
+            raise WireError("idle", "no byte came for too long.") from None
+        self._metrics.add("received_bytes", len(frame))
+        return frame
+
+    async def _handle(
+        self, sender: str, a: Announcement, frames: AsyncIterator[bytes], answer: Answer
+    ) -> None:
+        refusal = self._unacceptable(sender, a)
+        if refusal:
+            self._metrics.refused(refusal.reason.partition(":")[0])
+            self._log("refused", sender=sender, seq=a.seq, reason=refusal.reason)
+            await answer(refusal)
+            return
+        transfer = Transfer(sender, a.receiver, a.seq, a.round, a.units, a.digest, 0.0)
+        verdict = self._judge(transfer)
+        if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):
+            self._metrics.add("duplicates")
+        if verdict is Verdict.PROCEED:
+            verdict = await self._receive(transfer, frames, answer)
+        if verdict is Verdict.STAGED:
+            commit = self._commit_of(transfer)  # before anything else can happen
+            await answer(Reply(word="staged"))
+            await asyncio.shield(commit)
+            verdict = self._judge(transfer)
+            self._trace("before ack")
+        await self._conclude(verdict, transfer, answer)
+        self._trace("after ack")
+
+    def _unacceptable(self, sender: str, a: Announcement) -> Reply | None:
+        """Reasons that need neither the body nor the books."""
+        link = self._transactions.accounts.link(sender)
+        if a.sender != sender:
+            return Reply(word="denied", reason=f"impostor: {sender} announced as {a.sender}")
+        if a.receiver != self._agreement.name:
+            return Reply(word="denied", reason=f"misdelivered: this is {self._agreement.name}")
+        if a.agreement != self._agreement.hash:
+            return Reply(word="denied", reason="agreement: another run, configuration or manifest")
+        if a.nbytes != self._agreement.manifest.nbytes:
+            return Reply(word="denied", reason=f"size: {a.nbytes} bytes are not the manifest's")
+        if not link.incarnation:
+            return Reply(word="retry", reason="stranger: say hello first")
+        if a.incarnation != link.incarnation:
+            return Reply(word="denied", reason="incarnation: another store than the one met")
+        return None
+
+    def _judge(self, transfer: Transfer) -> Verdict:
+        staged = {sender: entry.transfer for sender, entry in self.staged.items()}
+        return ledger.judge(self._transactions.accounts, staged, transfer)
+
+    def _commit_of(self, transfer: Transfer) -> asyncio.Future[None]:
+        key = (transfer.sender, transfer.seq)
+        if key not in self._commits:
+            self._commits[key] = asyncio.get_running_loop().create_future()
+        return self._commits[key]
+
+    async def _receive(
+        self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
+    ) -> Verdict:
+        """Take the body in; afterwards it is staged, or refused for good."""
+        if len(self.staged) >= self._limits.staged:
+            raise WireError("busy", "too many shares wait for the next commit; try again later.")
+        async with self._bodies:
+            await answer(Reply(word="proceed"))
+            assembly = Assembly(self._agreement.manifest.nbytes, transfer.digest)
+            await self._fill(assembly, frames)
+            message = self._agreement.manifest.unpack(assembly.payload())
+        own = self._transactions.memory.message
+        reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
+        transfer = Transfer(*_identified(transfer), value)
+        verdict = self._judge(transfer)  # another stream may have been faster
+        if verdict is not Verdict.PROCEED:
+            return verdict
+        if reason:
+            await self._transactions.bury(transfer, reason)
+            self._metrics.refused(reason)
+            self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
+            return Verdict.REFUSED
+        self.staged[transfer.sender] = Staged(transfer, message)
+        self.heard[transfer.sender] = transfer.round
+        self.changed.set()
+        return Verdict.STAGED
+
+    async def _fill(self, assembly: Assembly, frames: AsyncIterator[bytes]) -> None:
+        """Read a chunk while the one before it is checked.
+
+        In a thread: checksums of a large share would hold up everybody else on the event loop.
+        """
+        left = self._agreement.manifest.nbytes
+        reading = asyncio.ensure_future(self._next(frames))
+        try:
+            while not assembly.complete:
+                frame = await reading
+                left -= data_bytes(frame)
+                if left > 0:
+                    reading = asyncio.ensure_future(self._next(frames))
+                await asyncio.to_thread(assembly.add, frame)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def _examine(self, transfer: Transfer, message: Leaves, own: Leaves) -> tuple[str, float]:
+        """(why this content is refused, or nothing; the sum of its numbers)."""
+        if not finite(message):
+            return "not finite", 0.0
+        if transfer.units > self._limits.mass_cap:
+            return "mass above the cap", total(message)
+        if self._limits.outlier != "off":
+            here = norm(own) / max(self._transactions.mass, 1e-12)
+            there = norm(message) / (transfer.units / UNIT)
+            if there > self._limits.outlier_factor * here:
+                self._log.alarm("outlier", **_coordinates(transfer), norm=there, own=here)
+                self._metrics.add("alarms")
+                if self._limits.outlier == "refuse":
+                    return "outlier", total(message)
+        return "", total(message)
+
+    async def _conclude(self, verdict: Verdict, transfer: Transfer, answer: Answer) -> None:
+        where = _coordinates(transfer)
+        if verdict is Verdict.APPLIED:
+            await answer(Reply(word="applied"))
+        elif verdict is Verdict.REFUSED:
+            reason = self._transactions.accounts.link(transfer.sender).refusal
+            await answer(Reply(word="refused", reason=reason))
+        elif verdict is Verdict.PROCEED:  # staged, then lost with a rolled-back commit
+            await answer(Reply(word="retry", reason="rolled back"))
+        else:
+            self._metrics.refused(verdict.value)
+            self._metrics.add("alarms")
+            self._log.alarm("transfer refused", **where, reason=verdict.value)
+            await answer(Reply(word="denied", reason=verdict.value))
+
+    def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
+        """Staged shares in sender order; in sync mode those of rounds that are over."""
+        chosen = [
+            entry
+            for _, entry in sorted(self.staged.items())
+            if up_to is None or entry.transfer.round <= up_to
+        ]
+        return [(entry.transfer, entry.message) for entry in chosen]
+
+    def forget(self, sender: str) -> None:
+        """Drop what is staged from a peer that was evicted."""
+        staged = self.staged.pop(sender, None)
+        if staged is not None:
+            self.committed([staged.transfer])
+
+    def committed(self, transfers: list[Transfer]) -> None:
+        """These are durable now: their senders may be told."""
+        for transfer in transfers:
+            self.staged.pop(transfer.sender, None)
+            waiting = self._commits.pop((transfer.sender, transfer.seq), None)
+            if waiting and not waiting.done():
+                waiting.set_result(None)
+
+
+def _identified(t: Transfer) -> tuple[str, str, int, int, int, str]:
+    return t.sender, t.receiver, t.seq, t.round, t.units, t.digest
+
+
+def _coordinates(transfer: Transfer) -> dict[str, object]:
+    return {"sender": transfer.sender, "seq": transfer.seq, "round": transfer.round}

@@ -1,0 +1,107 @@
+"""What a peer answers when it is called: greetings, shares, its model, its owner's orders."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer.agreement import Agreement
+from quiverfl.peer.identity import Identity
+from quiverfl.peer.joining import model_frames
+from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.metrics import Log, PeerMetrics
+from quiverfl.peer.neighbours import Neighbours
+from quiverfl.peer.receiver import Receiver
+from quiverfl.peer.sender import RestoredBackup, signed_text
+from quiverfl.peer.transactions import Transactions
+from quiverfl.peer.wire import Greeting, Hello, Order, Reply
+
+
+class RequestHandler:
+    """The other end of the service's methods."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        keys: Path,
+        transactions: Transactions,
+        receiver: Receiver,
+        neighbours: Neighbours,
+        metrics: PeerMetrics,
+        log: Log,
+        *,
+        status: Callable[[], dict[str, Any]],
+        stop: Callable[[], None],
+        leave: Callable[[], None],
+        fail: Callable[[QuiverError], None],
+    ) -> None:
+        self.name = agreement.name
+        self._agreement, self._keys, self._transactions, self._receiver = (
+            agreement,
+            keys,
+            transactions,
+            receiver,
+        )
+        self._neighbours, self._metrics, self._log = neighbours, metrics, log
+        self._status, self._stop, self._leave, self._fail = status, stop, leave, fail
+
+    async def greet(self, sender: str, hello: Hello) -> Greeting:
+        refusal = await self._refusal(sender, hello)
+        if refusal:
+            self._metrics.refused("hello")
+            self._log.alarm("hello refused", sender=sender, reason=refusal)
+            return Greeting(refusal=refusal[:1000])
+        mine = self._neighbours.hello(sender)
+        identity = Identity.read(self._keys)
+        return Greeting(
+            hello=mine,
+            certificate=identity.certificate.decode(),
+            signature=identity.sign(signed_text(hello, mine)),
+        )
+
+    async def _refusal(self, sender: str, hello: Hello) -> str:
+        if (sender, self.name) != (hello.sender, hello.receiver):
+            return f"{sender!r} called {self.name!r}, its words are from {hello.sender!r}."
+        difference = self._agreement.difference(hello)
+        if difference:
+            return difference
+        try:
+            await self._neighbours.met(hello)
+        except RestoredBackup as problem:
+            self._fail(problem)
+            return str(problem)
+        except QuiverError as problem:
+            return str(problem)
+        return ""
+
+    def receive(
+        self,
+        sender: str,
+        frames: AsyncIterator[bytes],
+        answer: Callable[[Reply], Awaitable[None]],
+    ) -> Awaitable[None]:
+        return self._receiver.push(sender, frames, answer)
+
+    def model(self) -> AsyncIterator[bytes]:
+        return model_frames(self._transactions, self._agreement.manifest)
+
+    async def obey(self, order: Order) -> dict[str, Any]:
+        if order.action != "status":
+            self._log("order", action=order.action, about=order.peer)
+        if order.action == "stop":
+            self._stop()
+        elif order.action == "leave":
+            self._leave()
+        elif order.action == "evict":
+            return await self._evict(order.peer)
+        return self._status()
+
+    async def _evict(self, peer: str | None) -> dict[str, Any]:
+        if peer is None or peer not in self._neighbours.senders:
+            raise QuiverError(f"evict {peer!r}: name another member of the roster.")
+        lost = await self._transactions.evict(peer)
+        self._receiver.forget(peer)
+        self._log.alarm("evicted", about=peer, written_off=lost / UNIT)
+        return {"evicted": peer, "written_off": lost / UNIT}

@@ -1,0 +1,294 @@
+"""What goes out: one sender per neighbour, which tries until the share is acknowledged.
+
+A time-out proves nothing, so it changes nothing: the same bytes go out again, after a jittered
+pause, until the receiver has said `applied` or `refused`; both are durable at its side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer import identity
+from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.files import StoreError
+from quiverfl.peer.identity import Identity
+from quiverfl.peer.ledger import Transfer
+from quiverfl.peer.metrics import Log, PeerMetrics
+from quiverfl.peer.roster import LiveRoster
+from quiverfl.peer.store import Trace
+from quiverfl.peer.transactions import Transactions
+from quiverfl.peer.wire import (
+    CHUNK,
+    SERVICE,
+    Announcement,
+    Greeting,
+    Hello,
+    Reply,
+    WireError,
+    decode,
+    encode,
+    frames,
+)
+
+LARGEST_FRAME = CHUNK + 1024
+
+
+class RestoredBackup(QuiverError):
+    """This peer's store is older than what its neighbours remember of it."""
+
+
+class Unreachable(Exception):
+    """Not now: try again later. Nothing is known about what the other side did."""
+
+
+def open_channel(address: str, name: str, identity: Identity, keepalive: float = 20.0) -> Any:
+    """A mutually authenticated connection that accepts only a certificate for this name."""
+    credentials = grpc.ssl_channel_credentials(
+        identity.authority, identity.key, identity.certificate
+    )
+    milliseconds = int(keepalive * 1000)
+    options = [
+        ("grpc.ssl_target_name_override", name),
+        ("grpc.max_receive_message_length", LARGEST_FRAME),
+        ("grpc.max_send_message_length", LARGEST_FRAME),
+        ("grpc.keepalive_time_ms", milliseconds),
+        ("grpc.keepalive_timeout_ms", milliseconds),
+        ("grpc.http2.ping_timeout_ms", milliseconds),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+class Sender:
+    """The sending half of one link."""
+
+    def __init__(
+        self,
+        peer: str,
+        *,
+        transactions: Transactions,
+        agreement: Agreement,
+        limits: Limits,
+        roster: LiveRoster,
+        identity: Callable[[], Identity],
+        incarnation: str,
+        payload: Callable[[str], bytes],
+        compose: Callable[[str], Hello],
+        on_greeting: Callable[[Hello], Awaitable[None]],
+        metrics: PeerMetrics,
+        log: Log,
+        trace: Trace,
+    ) -> None:
+        self.peer = peer
+        self._transactions, self._agreement, self._limits, self._roster = (
+            transactions,
+            agreement,
+            limits,
+            roster,
+        )
+        self._identity, self._incarnation, self._payload = identity, incarnation, payload
+        self._compose, self._on_greeting = compose, on_greeting
+        self._metrics, self._log, self._trace = metrics, log, trace
+        self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
+        self._greeted = self._closed = False
+        self._wake = asyncio.Event()
+        self._chance = random.Random(secrets.randbits(64))  # jitter must differ between peers
+        self.refund: Transfer | None = None
+        self.problem = ""
+
+    def wake(self) -> None:
+        """There is something to send, or the neighbour has just been heard: try now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Deliver whatever is in the outbox, until closed."""
+        pause = self._limits.retry_first
+        while not self._closed:
+            transfer = self._transactions.accounts.link(self.peer).outbox
+            if transfer is None or self.refund is not None:
+                await self._rest(None)
+                continue
+            try:
+                await self._attempt(transfer)
+                pause, self.problem = self._limits.retry_first, ""
+            except Unreachable as problem:
+                self._metrics.add("retries")
+                self.problem = str(problem)
+                self._log("retry", to=self.peer, seq=transfer.seq, reason=str(problem))
+                await self._disconnect()
+                await self._rest(pause * self._chance.uniform(0.5, 1.0))
+                pause = min(pause * 2, self._limits.retry_cap)
+
+    async def _rest(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    async def close(self) -> None:
+        self._closed = True
+        self.wake()
+        await self._disconnect()
+
+    async def reconnect(self) -> None:
+        """Start over with a new connection, and with the keys as they are now."""
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        channel, self._channel, self._greeted = self._channel, None, False
+        if channel is not None:
+            await channel.close()
+
+    def _connected(self) -> Any:
+        if self._channel is None:
+            try:
+                address = self._roster.refresh().member(self.peer).address
+            except QuiverError as problem:
+                raise Unreachable(str(problem)) from None
+            self._channel = open_channel(
+                address, self.peer, self._identity(), self._limits.keepalive_seconds
+            )
+        return self._channel
+
+    async def hello(self, timeout: float | None = None) -> Hello:
+        """Introduce this peer; what the neighbour says of itself."""
+        hello = self._compose(self.peer)
+        timeout = timeout or self._limits.hello_seconds
+        call = self._connected().unary_unary(f"/{SERVICE}/Hello")
+        try:
+            answer = await call(self._metrics.sent(encode(hello)), timeout=timeout)
+            return await self._understood(hello, decode(Greeting, answer))
+        except grpc.aio.AioRpcError as problem:
+            if problem.code() is grpc.StatusCode.UNAVAILABLE:
+                await self._disconnect()  # a slow network may still be connecting: let it
+            raise Unreachable(f"{problem.code().name}: {problem.details()}") from None
+        except WireError as problem:
+            raise Unreachable(f"{self.peer} is not understood: {problem}") from None
+        except asyncio.CancelledError:
+            _pass_on_cancellation()
+
+    async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
+        if greeting.hello is None:
+            raise Unreachable(f"{self.peer} refuses: {greeting.refusal}")
+        pem = greeting.certificate.encode()
+        try:
+            genuine = self._roster.refresh().identify(pem) == self.peer
+        except QuiverError as problem:
+            raise Unreachable(f"{self.peer} is not itself: {problem}") from None
+        if not genuine or not identity.signed_by(
+            identity.parse(pem), greeting.signature, signed_text(hello, greeting.hello)
+        ):
+            raise Unreachable(f"{self.peer} is not itself: its signature does not fit its key")
+        difference = self._agreement.difference(greeting.hello)
+        if difference:
+            raise Unreachable(difference)
+        try:
+            await self._on_greeting(greeting.hello)
+        except RestoredBackup:
+            raise
+        except QuiverError as problem:
+            self._log.alarm("neighbour not accepted", to=self.peer, reason=str(problem))
+            raise Unreachable(str(problem)) from None
+        self._greeted = True
+        return greeting.hello
+
+    async def _attempt(self, transfer: Transfer) -> None:
+        if not self._greeted:
+            await self.hello()
+        call = self._connected().stream_stream(f"/{SERVICE}/Push")()
+        try:
+            await self._converse(call, transfer)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as problem:
+            text = problem.details() if isinstance(problem, grpc.aio.AioRpcError) else "cut"
+            raise Unreachable(f"connection lost: {text}") from None
+        except TimeoutError:
+            raise Unreachable("no answer") from None
+        except WireError as problem:
+            raise Unreachable(f"{self.peer} is not understood: {problem}") from None
+        except asyncio.CancelledError:
+            _pass_on_cancellation()
+        finally:
+            call.cancel()
+
+    async def _converse(self, call: Any, transfer: Transfer) -> None:
+        announcement = Announcement(
+            agreement=self._agreement.hash,
+            sender=transfer.sender,
+            receiver=transfer.receiver,
+            incarnation=self._incarnation,
+            seq=transfer.seq,
+            round=transfer.round,
+            units=transfer.units,
+            nbytes=self._agreement.manifest.nbytes,
+            digest=transfer.digest,
+        )
+        self._trace("before send")
+        await call.write(self._metrics.sent(encode(announcement)))
+        reply = await self._reply(call, self._limits.idle_seconds)
+        if reply.word == "proceed":
+            payload = await self._body(transfer)
+            for frame in frames(payload):
+                async with asyncio.timeout(self._limits.idle_seconds):
+                    await call.write(self._metrics.sent(frame))
+            self._trace("after send")
+            reply = await self._reply(call, self._limits.idle_seconds)
+        if reply.word == "staged":
+            # Training may take long; keep-alive notices a dead neighbour, asking again a deaf one.
+            reply = await self._reply(call, 10 * self._limits.idle_seconds)
+        await self._conclude(reply, transfer)
+
+    async def _body(self, transfer: Transfer) -> bytes:
+        try:
+            return await asyncio.to_thread(self._payload, transfer.digest)
+        except StoreError:
+            if self._transactions.accounts.link(self.peer).outbox == transfer:
+                raise
+            raise Unreachable("written off in the meantime") from None
+
+    async def _reply(self, call: Any, seconds: float) -> Reply:
+        async with asyncio.timeout(seconds):
+            frame = await call.read()
+        if not isinstance(frame, bytes):  # grpc.aio.EOF
+            raise Unreachable("the neighbour closed the stream")
+        return decode(Reply, frame)
+
+    async def _conclude(self, reply: Reply, transfer: Transfer) -> None:
+        if reply.word == "applied":
+            await self._transactions.acknowledge(transfer)
+            self._metrics.add("transfers")
+        elif reply.word == "refused":
+            self._log.alarm("refused", to=self.peer, seq=transfer.seq, reason=reply.reason)
+            self.refund = transfer
+        elif reply.word == "denied":
+            self._metrics.add("alarms")
+            self._log.alarm("denied", to=self.peer, seq=transfer.seq, reason=reply.reason)
+            raise Unreachable(f"denied: {reply.reason}")
+        else:
+            raise Unreachable(f"{reply.word}: {reply.reason}")
+
+
+def _pass_on_cancellation() -> NoReturn:
+    """gRPC cancels the calls of a closed channel; that is not a request to end this task."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    raise Unreachable("the connection was closed") from None
+
+
+def signed_text(asked: Hello, answered: Hello) -> bytes:
+    """What a greeting's signature covers: both sides' words, with the asker's fresh nonce."""
+    return b"quiver greeting\0" + encode(asked) + encode(answered)

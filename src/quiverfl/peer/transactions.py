@@ -1,0 +1,236 @@
+"""The running peer's accounts and tensors, changed one transaction at a time.
+
+Every change is computed from the last committed accounts, made durable off the event loop, and only
+then becomes what the rest of the process sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quiverfl.peer import ledger
+from quiverfl.peer.audit import Entry
+from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
+from quiverfl.peer.manifest import Leaves, Manifest, added, magnitude, scaled, total
+from quiverfl.peer.store import Memory, Store
+
+Result = TypeVar("Result")
+
+
+def first_entry(kind: str, message: Leaves, round: int = 0) -> Entry:
+    """The entry that opens an account with μ = 1."""
+    opening = total(message)
+    return Entry(kind, round, UNIT, UNIT, 0, opening, 0.0, 0.0, 0.0, magnitude(message))
+
+
+class Transactions:
+    """Accounts, own share and rest of one peer, in step with its store."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._lock = asyncio.Lock()
+        self._running: set[asyncio.Future[Any]] = set()
+        self.accounts: Accounts = store.accounts()
+        self.memory: Memory = store.memory()
+        self.commit_seconds = 0.0
+        self._total = total(self.memory.message)
+
+    @property
+    def mass(self) -> float:
+        """μ as the method sees it: exact, since units < 2^53."""
+        return self.accounts.units / UNIT
+
+    async def _alone(self, transaction: Callable[[], Result]) -> Result:
+        """One at a time, off the event loop, and to its end even if the caller is cancelled."""
+
+        async def run() -> Result:
+            async with self._lock:
+                started = time.perf_counter()
+                result = await asyncio.to_thread(transaction)
+                self.commit_seconds = time.perf_counter() - started
+                return result
+
+        task = asyncio.ensure_future(run())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def settle(self) -> None:
+        """Wait for transactions whose callers were cancelled; then the store may be closed."""
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def push(
+        self, round: int, message: Leaves, rest: Leaves, parts: Mapping[str, int], home: int
+    ) -> list[Transfer]:
+        """Split the trained message; the shares may be sent once this returns."""
+
+        def transaction() -> list[Transfer]:
+            # A neighbour may have left or been evicted since it was chosen.
+            open = {p: part for p, part in parts.items() if ledger.free(self.accounts, p)}
+            units = ledger.portions(self.accounts.units, open, home) if open else {}
+            units = {receiver: count for receiver, count in units.items() if count}
+            whole = home + sum(parts[receiver] for receiver in units) if units else 1
+            sealed = {part: _sealed(message, part, whole) for part in set(parts.values())}
+            payloads = (
+                {digest: self._manifest.pack(share) for share, digest, _ in sealed.values()}
+                if units
+                else {}
+            )
+            shares = {
+                peer: Share(count, sealed[parts[peer]][1], sealed[parts[peer]][2])
+                for peer, count in units.items()
+            }
+            own = scaled(message, home, whole) if units else message
+            accounts = ledger.push(self.accounts, round, shares)
+            entry = self._entry(
+                "push",
+                accounts,
+                own,
+                outgoing=[(share.units, share.total) for share in shares.values()],
+                trained=total(message) - self._total,
+            )
+            memory = Memory(own, rest)
+            transfers = [accounts.outbox[peer] for peer in shares]
+            self._store.push(accounts, memory, transfers, payloads, entry)
+            self._become(accounts, memory, entry)
+            return transfers
+
+        return await self._alone(transaction)
+
+    async def absorb(
+        self,
+        receipts: Iterable[tuple[Transfer, Leaves]],
+        refunds: Iterable[Transfer],
+        rest: Leaves,
+        finish: bool,
+    ) -> None:
+        """Merge in the order given; the receipts may be acknowledged once this returns.
+
+        A share whose sender was evicted after it was chosen is dropped: its link's past is filed
+        away by then, and nobody's books would have this share.
+        """
+        chosen, refunds = list(receipts), list(refunds)
+
+        def transaction() -> None:
+            receipts = [pair for pair in chosen if not self.accounts.link(pair[0].sender).gone]
+            payloads = [share for _, share in receipts]
+            payloads += [
+                self._manifest.unpack(self._store.payload(refund.digest)) for refund in refunds
+            ]
+            transfers = [transfer for transfer, _ in receipts]
+            message = added(self.memory.message, payloads)
+            accounts = ledger.absorb(self.accounts, transfers, refunds)
+            incoming = [(t.units, t.total) for t in (*transfers, *refunds)]
+            entry = self._entry("absorb", accounts, message, incoming=incoming)
+            accounts = ledger.finish_round(accounts) if finish else accounts
+            memory = Memory(message, rest)
+            self._store.absorb(accounts, memory, transfers, refunds, entry)
+            self._become(accounts, memory, entry)
+
+        await self._alone(transaction)
+
+    def _entry(
+        self,
+        kind: str,
+        accounts: Accounts,
+        message: Leaves,
+        incoming: Iterable[tuple[int, float]] = (),
+        outgoing: Iterable[tuple[int, float]] = (),
+        trained: float = 0.0,
+    ) -> Entry:
+        incoming, outgoing = list(incoming), list(outgoing)
+        return Entry(
+            kind=kind,
+            round=accounts.round,
+            units=accounts.units,
+            units_in=sum(units for units, _ in incoming),
+            units_out=sum(units for units, _ in outgoing),
+            total=total(message),
+            total_in=math.fsum(value for _, value in incoming),
+            total_out=math.fsum(value for _, value in outgoing),
+            trained=trained,
+            scale=magnitude(message) + sum(abs(value) for _, value in (*incoming, *outgoing)),
+        )
+
+    def _become(self, accounts: Accounts, memory: Memory, entry: Entry) -> None:
+        self.accounts, self.memory, self._total = accounts, memory, entry.total
+
+    async def change(
+        self, step: Callable[[Accounts], Accounts], commit: Callable[[Store, Accounts], None]
+    ) -> None:
+        """A transaction that touches no tensors; nothing is written if nothing changes."""
+
+        def transaction() -> None:
+            accounts = step(self.accounts)
+            if accounts != self.accounts:
+                commit(self._store, accounts)
+                self.accounts = accounts
+
+        await self._alone(transaction)
+
+    def acknowledge(self, transfer: Transfer) -> Awaitable[None]:
+        return self.change(
+            lambda accounts: ledger.acknowledge(accounts, transfer),
+            lambda store, accounts: store.acknowledge(accounts, transfer),
+        )
+
+    def bury(self, transfer: Transfer, reason: str) -> Awaitable[None]:
+        return self.change(
+            lambda accounts: ledger.bury(accounts, transfer, reason),
+            lambda store, accounts: store.bury(accounts, transfer, reason),
+        )
+
+    def meet(self, peer: str, incarnation: str) -> Awaitable[None]:
+        return self.change(
+            lambda accounts: ledger.meet(accounts, peer, incarnation),
+            lambda store, accounts: store.update(accounts),
+        )
+
+    def part_from(self, peer: str) -> Awaitable[None]:
+        return self.change(
+            lambda accounts: ledger.part_from(accounts, peer),
+            lambda store, accounts: store.update(accounts),
+        )
+
+    def finish_round(self) -> Awaitable[None]:
+        return self.change(ledger.finish_round, lambda store, accounts: store.update(accounts))
+
+    async def evict(self, peer: str) -> int:
+        """Stop dealing with a peer; what was written off, in units."""
+        before = self.accounts
+        outbox: list[Transfer | None] = []
+
+        def step(accounts: Accounts) -> Accounts:
+            outbox.append(accounts.link(peer).outbox)
+            return ledger.evict(accounts, peer)
+
+        await self.change(step, lambda store, accounts: store.evict(accounts, peer, outbox[0]))
+        return self.accounts.written_off - before.written_off
+
+
+def evict_at_rest(folder: Path, peer: str) -> int:
+    """The same in the store of a peer that is not running; what was written off, in units."""
+    store = Store.open(folder)
+    try:
+        before = store.accounts()
+        after = ledger.evict(before, peer)
+        store.evict(after, peer, before.link(peer).outbox)
+    finally:
+        store.close()
+    return after.written_off - before.written_off
+
+
+def _sealed(message: Leaves, part: int, whole: int) -> tuple[Leaves, str, float]:
+    share = scaled(message, part, whole)
+    digest = hashlib.sha256()
+    for name in sorted(share):
+        digest.update(share[name].tobytes())
+    return share, digest.hexdigest(), total(share)

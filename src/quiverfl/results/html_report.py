@@ -1,0 +1,168 @@
+"""The report: runs in one HTML file that needs nothing else, no script and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from quiverfl.errors import QuiverError
+from quiverfl.results import report_sections, report_setup
+from quiverfl.results.groups import Group, group_runs
+from quiverfl.results.html import Markup, join, tag
+from quiverfl.results.output_files import replace_file
+from quiverfl.results.run_files import RunResult, find_runs
+from quiverfl.results.summary import STAGES
+from quiverfl.results.tables import unfinished
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Even if a file's content got into the page as HTML, a browser would load and run nothing."""
+
+
+GENERATOR = "Quiver"
+LONGEST_TITLE = 80
+"""Where experiments are counted in the title, not named."""
+
+
+def write_report(folders: Sequence[Path], out: Path, stage: str = "local") -> list[Group]:
+    """Read the runs of some folders and write one page about them.
+
+    An earlier report is replaced; any other file in its place is left alone.
+    """
+    if out.exists() and not _is_report(out):
+        raise QuiverError(f"{out} exists and is not a report of Quiver: choose another --out.")
+    groups = group_runs(find_runs(folders))
+    replace_file(out, page(groups, stage).encode("utf-8"))
+    return groups
+
+
+def _is_report(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return tag("meta", name="generator", content=GENERATOR).encode() in file.read(2000)
+
+
+def page(groups: Sequence[Group], stage: str = "local") -> str:
+    """The whole page; the named stage comes first, the other beside it."""
+    stages = (stage, *(other for other in STAGES if other != stage))
+    parts = {
+        "Results": report_sections.results(groups, stages),
+        "Learning curves": report_sections.curves(groups, stages),
+        "Clients": report_sections.clients(groups, stages),
+        "Data": report_setup.partition(groups),
+        "Graph": report_setup.topology(groups),
+        "Push-sum weight": report_sections.mass(groups),
+        "Configuration": report_setup.configuration(groups),
+    }
+    names = ("results", "curves", "clients", "data", "graph", "mass", "configuration")
+    links = [tag("a", title, href=f"#{n}") for title, n in zip(parts, names, strict=True)]
+    return document(
+        title_of(groups),
+        _header(groups),
+        tag("nav", *links, aria_label="Contents"),
+        _notes(groups),
+        tag("main", *parts.values()),
+        _footer(groups),
+    )
+
+
+def document(title: str, *body: str) -> str:
+    """A page that looks like a report, whatever is in it."""
+    whole = tag("html", _head(title), tag("body", *body), lang="en")
+    return f"<!doctype html>\n{whole}\n"
+
+
+def _head(title: str) -> Markup:
+    style = resources.files("quiverfl.results").joinpath("report.css").read_text(encoding="utf-8")
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        tag("meta", name="generator", content=GENERATOR),
+        tag("title", title),
+        tag("style", Markup(style)),
+    )
+
+
+def title_of(groups: Sequence[Group]) -> str:
+    labels = [group.label for group in groups]
+    names = labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
+    data = list(dict.fromkeys(_data_name(group.first) for group in groups))
+    if len(labels) > 4 or len(names) > LONGEST_TITLE:
+        different = len({group.method for group in groups}) == len(groups)
+        names = f"{len(labels)} {'methods' if different else 'experiments'}"
+    return f"{names} on {', '.join(data)}"
+
+
+def _header(groups: Sequence[Group]) -> Markup:
+    runs = [run for group in groups for run in group.runs]
+    facts = {
+        "clients": _several(run.clients for run in runs),
+        "rounds": _several(run.planned_rounds or run.done_rounds for run in runs),
+        "seeds": _several(len(group.runs) for group in groups),
+        "partition": _several(partition_words(run) for run in runs),
+        "model": _several(run.config.get("model", {}).get("name", "unknown") for run in runs),
+    }
+    listed = [tag("div", tag("dt", name), tag("dd", text)) for name, text in facts.items()]
+    return tag(
+        "header",
+        tag("p", "Quiver report", class_="eyebrow"),
+        tag("h1", title_of(groups)),
+        tag("dl", *listed, class_="facts"),
+    )
+
+
+def notes_of(groups: Sequence[Group]) -> list[str]:
+    """What a reader must know before comparing."""
+    notes = unfinished(groups)
+    pulled = [group.label for group in groups if group.first.topology == "random_pull"]
+    if pulled:
+        notes.append(
+            f"{', '.join(pulled)} used random_pull: the paper's theorem does not cover it. "
+            "μ stays 1 and the mean of u is not conserved."
+        )
+    for what in ("data", "model", "training"):
+        if len({str(group.first.config.get(what)) for group in groups}) > 1:
+            notes.append(f"The {what} settings differ between these experiments (see the end).")
+    if len({group.first.planned_rounds for group in groups}) > 1:
+        notes.append("These experiments do not have the same number of rounds.")
+    for group in groups:
+        notes += [
+            f"{run.path.name} is left out: {group.label} with seed {run.seed} is here already."
+            for run in group.left_out
+        ]
+    if len(groups) > 1 and all(len(group.runs) == 1 for group in groups):
+        notes.append("One seed each: small differences may be chance. Several seeds would tell.")
+    return notes
+
+
+def _notes(groups: Sequence[Group]) -> Markup:
+    notes = notes_of(groups)
+    return tag("ul", *(tag("li", note) for note in notes), class_="notes") if notes else Markup()
+
+
+def _footer(groups: Sequence[Group]) -> Markup:
+    versions = _several(run.version for group in groups for run in group.runs)
+    count = sum(len(group.runs) for group in groups)
+    runs = "one run folder" if count == 1 else f"{count} run folders"
+    text = f"Made from {runs} written by Quiver {versions}. Rounds are counted from 1."
+    return tag("footer", join(text))
+
+
+def _data_name(run: RunResult) -> str:
+    return str(run.config.get("data", {}).get("name", "unknown data"))
+
+
+def partition_words(run: RunResult) -> str:
+    data = run.config.get("data", {})
+    options = [data.get(name) for name in ("alpha", "classes_per_client")]
+    given = ", ".join(str(option) for option in options if option is not None)
+    name = str(data.get("partition", "unknown"))
+    return f"{name}({given})" if given else name
+
+
+def _several(values: Any) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in values))

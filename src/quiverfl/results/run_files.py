@@ -1,0 +1,284 @@
+"""A run folder, read: finished, still running or crashed.
+
+While a run is going its history is two files of JSON lines; `finish` turns them into Parquet at the
+end. A line that a crash cut off is no line. A round that was recorded twice, because a crashed run
+was resumed from an earlier checkpoint, counts once, as it was recorded last.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quiverfl.errors import QuiverError
+from quiverfl.results.output_files import replace_file
+from quiverfl.results.protocol import EvaluationProtocol
+from quiverfl.results.summary import by_client
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Counts = npt.NDArray[np.int64]
+_HISTORY_COLUMNS = ["round", "stage", "client"]
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """Everything a run folder says. What it does not say is empty or None."""
+
+    path: Path
+    version: str
+    config: Mapping[str, Any]
+    topology_options: Mapping[str, Any]
+    """The topology that was used: its name and its options, with nothing left to "auto"."""
+    method_options: Mapping[str, Any]
+    """The method's name and options; every one of them once the run has finished."""
+    environment: Mapping[str, Any]
+    history: pd.DataFrame
+    """round, stage, client and one column per metric."""
+    rounds: pd.DataFrame
+    """One row per round; what is recorded per client is summed over clients."""
+    train_counts: Counts | None
+    """[clients, classes]"""
+    test_counts: Counts | None
+    protocol: EvaluationProtocol | None
+    """None until the run has finished."""
+    finished: bool
+    diverged: tuple[int, int] | None
+    """(round, client) at which training produced a number that is not finite."""
+
+    @cached_property
+    def method(self) -> str:
+        return str(self._section("method").get("name", "unknown"))
+
+    @cached_property
+    def topology(self) -> str:
+        return str(self.topology_options.get("name", "unknown"))
+
+    @cached_property
+    def seed(self) -> int:
+        return int(self._section("run").get("seed", 0))
+
+    @cached_property
+    def planned_rounds(self) -> int | None:
+        rounds = self._section("run").get("rounds")
+        return None if rounds is None else int(rounds)
+
+    @cached_property
+    def done_rounds(self) -> int:
+        return len(self.rounds)
+
+    @cached_property
+    def clients(self) -> int:
+        if len(self.history):
+            return int(self.history["client"].max()) + 1
+        return int(self._section("data").get("clients") or 0)
+
+    @cached_property
+    def test_samples(self) -> pd.Series | None:
+        """How many test samples each client has."""
+        import pandas as pd
+
+        return None if self.test_counts is None else pd.Series(self.test_counts.sum(axis=1))
+
+    def values(self, stage: str, metric: str) -> pd.DataFrame:
+        """Evaluated rounds × clients (see `summary.by_client`)."""
+        if (stage, metric) not in self._tables:
+            self._tables[stage, metric] = by_client(self.history, stage, metric)
+        return self._tables[stage, metric]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, str], pd.DataFrame]:
+        return {}
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        return _mapping(self.config.get(name))
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def find_runs(paths: Iterable[Path]) -> list[RunResult]:
+    """The runs of some folders; a folder that is no run itself is searched for runs below it."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise QuiverError(f"{path} is not a folder: give the folder of a run or a comparison.")
+        below = [path] if is_run(path) else sorted(_runs_below(path))
+        if not below:
+            raise QuiverError(
+                f"{path} holds no run: neither it nor a folder in it has a config.json. "
+                "`quiver run` and `quiver compare` say where they write."
+            )
+        found.update(dict.fromkeys(folder.resolve() for folder in below))
+    return [read_run(folder) for folder in found]
+
+
+def _runs_below(folder: Path) -> Iterable[Path]:
+    for child in folder.iterdir():
+        if child.name.startswith(".") or not child.is_dir():
+            continue
+        yield from [child] if is_run(child) else _runs_below(child)
+
+
+def read_run(folder: Path) -> RunResult:
+    """One run folder, whatever state it is in."""
+    if not is_run(folder):
+        raise QuiverError(f"{folder} is not a run folder: it has no config.json.")
+    written = _read_json(folder / "config.json")
+    config = _mapping(written.get("config"))
+    summary = _read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    train_counts, test_counts = _read_counts(folder / "partition.npz")
+    environment = folder / "environment.json"
+    return RunResult(
+        path=folder,
+        version=str(written.get("quiver", "unknown")),
+        config=config,
+        topology_options=_mapping(written.get("topology") or config.get("topology")),
+        method_options={**_mapping(config.get("method")), **_mapping(summary.get("method"))},
+        environment=_read_json(environment) if environment.exists() else {},
+        history=_read_frame(folder, "history"),
+        rounds=_read_frame(folder, "rounds"),
+        train_counts=train_counts,
+        test_counts=test_counts,
+        protocol=_protocol(summary.get("protocol")),
+        finished=bool(summary.get("finished", False)),
+        diverged=_place(summary.get("diverged")),
+    )
+
+
+def finish(folder: Path) -> None:
+    """Write history.parquet and rounds.parquet from the lines recorded while running."""
+    for name, build in (("history", history_frame), ("rounds", rounds_frame)):
+        buffer = io.BytesIO()
+        build(read_lines(folder / f"{name}.jsonl")).to_parquet(buffer, index=False)
+        replace_file(folder / f"{name}.parquet", buffer.getvalue())
+
+
+def history_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per (round, stage, client) from one line per (round, stage)."""
+    import pandas as pd  # late: half a second that a peer's start need not wait for
+
+    latest = {(int(line["round"]), str(line["stage"])): line["metrics"] for line in lines}
+    parts = []
+    for (round, stage), metrics in sorted(latest.items()):
+        columns = {name: _floats(values) for name, values in metrics.items()}
+        clients = np.arange(max((len(values) for values in columns.values()), default=0))
+        parts.append(pd.DataFrame({"round": round, "stage": stage, "client": clients, **columns}))
+    if not parts:
+        return pd.DataFrame({name: [] for name in _HISTORY_COLUMNS})
+    return pd.concat(parts, ignore_index=True)
+
+
+def rounds_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per round from one line per round; lists, one number per client, are summed."""
+    import pandas as pd
+
+    latest = {int(line["round"]): line for line in lines}
+    rows = [
+        {name: sum(value) if isinstance(value, list) else value for name, value in line.items()}
+        for _, line in sorted(latest.items())
+    ]
+    return pd.DataFrame(rows) if rows else pd.DataFrame({"round": []})
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines. A last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    texts = path.read_bytes().splitlines()
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("not an object")
+        except ValueError as problem:
+            if number == len(texts):
+                break
+            raise QuiverError(
+                f"{path}, line {number} is damaged, and it is not the last one: the file was "
+                "changed by something else than a run. Restore it, or delete it and run again."
+            ) from problem
+        lines.append(line)
+    return lines
+
+
+def _floats(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _read_frame(folder: Path, name: str) -> pd.DataFrame:
+    import pandas as pd
+
+    lines, parquet = folder / f"{name}.jsonl", folder / f"{name}.parquet"
+    # A finished run that was extended has newer lines than its Parquet files.
+    if parquet.exists() and not (_changed(lines) > _changed(parquet)):
+        try:
+            return pd.read_parquet(parquet)
+        except (OSError, ValueError) as problem:
+            if not lines.exists():
+                raise QuiverError(f"{parquet} is damaged and cannot be read.") from problem
+    build = history_frame if name == "history" else rounds_frame
+    try:
+        return build(read_lines(lines))
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise QuiverError(f"{lines} is not what a run writes: {problem!r}.") from problem
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
+    if not isinstance(content, dict):
+        raise QuiverError(f"{path} is damaged: it should hold a JSON object.")
+    return content
+
+
+def _read_counts(path: Path) -> tuple[Counts | None, Counts | None]:
+    if not path.exists():
+        return None, None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            train, test = (_counts(arrays.get(f"{name}_counts")) for name in ("train", "test"))
+    except Exception as problem:  # numpy raises whatever the damaged bytes lead it to
+        raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
+    return train, test
+
+
+def _counts(array: Any) -> Counts | None:
+    """Counts per class, where the data has classes."""
+    if array is None or array.ndim != 2 or 0 in array.shape:
+        return None
+    return np.asarray(array, dtype=np.int64)
+
+
+def _place(record: Any) -> tuple[int, int] | None:
+    if not isinstance(record, dict) or not {"round", "client"} <= set(record):
+        return None
+    return int(record["round"]), int(record["client"])
+
+
+def _protocol(record: Any) -> EvaluationProtocol | None:
+    if not isinstance(record, dict):
+        return None
+    known = {field.name for field in fields(EvaluationProtocol)}
+    return EvaluationProtocol(**{name: value for name, value in record.items() if name in known})

@@ -1,0 +1,175 @@
+"""Presets: every cell of the paper's tables and figures, with the settled hyper-parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quiverfl.config import load_config
+from quiverfl.errors import QuiverError
+from quiverfl.paper.reproduce import published
+from quiverfl.paper.reproduce.catalogue import ITEMS, configs, find_item, sweep_file
+from quiverfl.paper.reproduce.selection import item_cells
+from quiverfl.paper.reproduce.variants import graph_settings, with_equal_participation
+from quiverfl.sweeps.plan import Cell, Choice, load_sweep
+
+TRAINED = [name for name, item in ITEMS.items() if item.kind != "partition"]
+COUNTS = {
+    # cases × methods × seeds
+    "table1": 8 * 10 * 3,
+    "table2": 4 * 9 * 3,
+    "table3": 2 * 9 * 3,
+    "table4": 2 * 4 * 3,
+    "table6": 4 * 10 * 3,
+    "table7": 4 * 9 * 3,
+    "fig2": 8 * 10 * 3,
+    "fig3a": 5 * 1 * 3,
+    "fig3b": 6 * 1 * 3,
+    "fig5": 4 * 10 * 3,
+}
+
+
+def cells(name: str, scale: str, choice: Choice | None = None) -> list[Cell]:
+    return item_cells(find_item(name), scale, choice or Choice())
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_at_full_size_every_cell_is_there_with_the_papers_settings(name: str) -> None:
+    found = cells(name, "paper")
+    assert len({cell.name for cell in found}) == COUNTS[name]
+    for cell in found:
+        config = cell.config
+        training = config.training
+        assert config.model.name == "resnet18_gn"
+        assert (training.lr, training.lr_decay, training.momentum) == (0.1, 0.99, 0.9)
+        assert (training.weight_decay, training.batch_size) == (5e-4, 128)
+        assert (training.clip_norm, config.data.augment) == (10.0, "crop_flip")
+        assert config.data.samples_per_client is None
+        tiny = config.data.name == "tiny_imagenet"
+        assert config.run.rounds == (300 if tiny else 500)
+        if name != "fig3b":
+            assert config.data.clients == 100
+    assert {cell.config.run.seed for cell in found} == {0, 1, 2}
+
+
+def test_the_papers_numbers_stand_beside_every_cell_it_prints() -> None:
+    for name in ("table1", "table3", "table4", "table6"):
+        for cell in cells(name, "paper"):
+            assert published.accuracy(cell.case, cell.config.method.name) is not None, cell.name
+    for name in ("table2", "table7"):
+        for cell in cells(name, "paper"):
+            assert published.rounds(cell.case, cell.config.method.name) is not None, cell.name
+
+
+def test_some_numbers_of_the_paper() -> None:
+    assert published.accuracy("CIFAR-10 Dir-0.3", "dfedpgp") == pytest.approx((0.8561, 0.0005))
+    assert published.accuracy("CIFAR-100 Pat-10", "fedper") == pytest.approx((0.7038, 0.0002))
+    mean, std = published.accuracy("CIFAR-10 Pat-2", "dfedavgmp") or (0.0, 0.0)
+    assert mean == pytest.approx(0.9090)
+    assert std != std
+    assert published.accuracy("CIFAR-10 Pat-2", "nobody") is None
+    assert published.target("CIFAR-100 Dir-0.3") == 0.45
+    assert published.rounds("CIFAR-10 Dir-0.3", "fedavg") == float("inf")
+    assert published.rounds("Tiny-ImageNet Pat-20", "dfedpgp") == 53
+    assert published.speedup("Tiny-ImageNet Pat-20", "dfedpgp") == pytest.approx(258 / 53)
+    assert published.speedup("CIFAR-10 Dir-0.3", "fedavg") is None
+    assert published.rounds("CIFAR-10 Dir-0.3", "local") is None
+
+
+@pytest.mark.parametrize("scale", ["small", "tiny"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_item_is_there_at_every_scale(scale: str, name: str) -> None:
+    assert cells(name, scale)
+
+
+def test_the_small_scale_is_the_one_that_is_promised() -> None:
+    found = cells("table1", "small")
+    assert len(found) == 4 * 11 * 2
+    assert {cell.case for cell in found} == {
+        "CIFAR-10 Dir-0.3",
+        "CIFAR-10 Pat-2",
+        "CIFAR-100 Dir-0.3",
+        "CIFAR-100 Pat-10",
+    }
+    neighbours = [dict(cell.point)["topology.neighbors"] for cell in cells("fig3a", "small")]
+    assert sorted(set(neighbours)) == [2, 5, 10, 20, 40]
+    for cell in cells("table3", "small"):
+        assert cell.config.run.epoch_groups == (1, 2, 3, 4, 5)
+    images = {
+        (cell.config.data.clients or 0) * (cell.config.data.samples_per_client or 0)
+        for cell in cells("fig3b", "small")
+    }
+    assert images == {3200}
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_what_tables_and_figures_have_in_common_is_one_cell(scale: str) -> None:
+    def names(item: str) -> set[str]:
+        return {cell.name for cell in cells(item, scale)}
+
+    table1 = names("table1")
+    assert names("table2") < table1
+    assert names("fig2") == table1
+    assert names("table7") < names("table6") == names("fig5")
+    alone = {cell.name for cell in cells("table4", scale) if cell.config.method.name == "dfedavgmp"}
+    assert names("table4") - table1 == (set() if scale == "small" else alone)
+    seeds = 2 if scale == "small" else 3
+    assert len(names("fig3a") & table1) == seeds  # ten neighbours
+    assert len(names("fig3b") & table1) == seeds  # the usual number of clients
+
+
+@pytest.mark.parametrize("scale", ["small", "paper", "tiny"])
+def test_a_base_is_a_configuration_by_itself(scale: str) -> None:
+    assert load_config(configs() / "scales" / f"{scale}.toml").method.name == "dfedpgp"
+
+
+def test_figure_4_shows_both_partitions() -> None:
+    for scale in ("small", "paper"):
+        shown = [cell.config.data for cell in cells("fig4", scale)]
+        assert [(d.name, d.partition) for d in shown] == [
+            ("cifar100", "dirichlet"),
+            ("cifar100", "pathological"),
+        ]
+
+
+def test_pull_is_for_directed_methods_alone() -> None:
+    found = cells("table1", "tiny", Choice(values=graph_settings("pull")))
+    graphs = {cell.config.method.name: cell.config.topology.name for cell in found}
+    assert graphs == {
+        "local": "auto",
+        "fedavg": "auto",
+        "dfedavgm": "auto",
+        "osgp": "random_pull",
+        "dfedpgp": "random_pull",
+    }
+    assert graph_settings("push") == ()
+
+
+def test_at_equal_participation_server_methods_get_more_rounds_and_the_same_decay_in_all() -> None:
+    by_method = {cell.config.method.name: cell for cell in cells("table1", "small")}
+    same = with_equal_participation(by_method["dfedpgp"])
+    assert same == by_method["dfedpgp"]
+    before, after = by_method["fedavg"].config, with_equal_participation(by_method["fedavg"]).config
+    assert after.run.rounds == 10 * before.run.rounds
+    assert after.run.evaluate_every == 10 * before.run.evaluate_every
+    decayed = after.training.lr_decay**after.run.rounds
+    assert decayed == pytest.approx(before.training.lr_decay**before.run.rounds)
+
+
+def test_a_scale_can_be_a_folder_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "table1.toml").write_text('methods = ["local"]')
+    item = find_item("table1")
+    assert sweep_file(item, str(tmp_path)) == tmp_path / "table1.toml"
+    assert len(load_sweep(sweep_file(item, str(tmp_path))).cells) == 1
+    with pytest.raises(QuiverError, match=r"no such file; the scale .* has table1"):
+        sweep_file(find_item("table3"), str(tmp_path))
+
+
+def test_unknown_names_are_answered_with_known_ones() -> None:
+    with pytest.raises(QuiverError, match="did you mean 'table1'"):
+        find_item("tabel1")
+    with pytest.raises(QuiverError, match="did you mean 'small'"):
+        sweep_file(find_item("table1"), "smal")
+    with pytest.raises(QuiverError, match="there is no such folder"):
+        sweep_file(find_item("table1"), "./nowhere")

@@ -1,0 +1,99 @@
+"""Which runs are one experiment, what it is called and what it looks like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quiverfl.results import palette
+from quiverfl.results.groups import group_runs
+from quiverfl.results.run_files import find_runs
+from quiverfl.results.tables import comparison_table
+from run_folders import Recipe, write_comparison, write_exact, write_json, write_run
+
+
+def test_the_same_experiment_run_twice_with_a_seed_counts_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "crashed", finished=False)
+    write_run(tmp_path / "again")
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert [run.path.name for run in group.runs] == ["again"]
+    assert [run.path.name for run in group.left_out] == ["crashed"]
+
+
+def test_two_settings_of_one_method_are_told_apart(tmp_path: Path) -> None:
+    for name in ("random_push", "random_pull"):
+        for neighbors in (2, 5):
+            topology = {"name": name, "neighbors": neighbors}
+            write_run(tmp_path / f"{name}{neighbors}", Recipe(topology=topology, rounds=2))
+    groups = group_runs(find_runs([tmp_path]))
+    assert [group.label for group in groups] == [
+        "DFedPGP (random_pull, neighbors 2)",
+        "DFedPGP (random_pull, neighbors 5)",
+        "DFedPGP (random_push, neighbors 2)",
+        "DFedPGP (random_push, neighbors 5)",
+    ]
+    assert len({group.style.color for group in groups}) == 4
+
+
+def test_labels_leave_out_what_is_not_set_and_round_what_nobody_typed(tmp_path: Path) -> None:
+    for name, options in (("plain", {"p": None}), ("set", {"p": 0.9989954712917512})):
+        write_run(tmp_path / name, Recipe(topology={"name": "erdos_renyi", **options}, rounds=2))
+    labels = {group.label for group in group_runs(find_runs([tmp_path]))}
+    assert labels == {"DFedPGP", "DFedPGP (p 0.998995)"}
+
+
+def test_threads_do_not_make_another_experiment(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", Recipe(rounds=2, seed=0))
+    folder = write_run(tmp_path / "b", Recipe(rounds=2, seed=1))
+    config = (folder / "config.json").read_text().replace('"threads": 2', '"threads": 7')
+    (folder / "config.json").write_text(config)
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert group.seeds == (0, 1)
+    assert group.label == "DFedPGP"
+
+
+def test_a_run_whose_data_lie_elsewhere_is_the_same_experiment(tmp_path: Path) -> None:
+    for seed, root in enumerate(("here", "there")):
+        folder = tmp_path / root
+        write_exact(folder, "fedavg", seed, [[0.4, 0.6], [0.7, 0.9]], [[0.1, 0.1], [0.2, 0.4]])
+        config = json.loads((folder / "config.json").read_text())
+        config["config"]["data"]["root"] = root
+        (folder / "config.json").write_text(json.dumps(config))
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert group.seeds == (0, 1)
+
+
+def test_methods_come_in_the_order_of_the_paper_and_keep_their_colour(tmp_path: Path) -> None:
+    groups = group_runs(find_runs([write_comparison(tmp_path / "c", rounds=2)]))
+    assert [group.label for group in groups] == ["Local", "FedAvg", "DFedPGP"]
+    alone = group_runs(find_runs([tmp_path / "c" / "dfedpgp-0"]))
+    assert alone[0].style == groups[2].style
+
+
+@pytest.mark.parametrize("name", ["dis-pfl", "Dis_PFL", "dispfl"])
+def test_spellings_of_one_method_are_one(name: str) -> None:
+    assert palette.display(name) == "Dis-PFL"
+
+
+def test_more_methods_than_colours_still_have_one_each() -> None:
+    assert len(palette.styles([f"mine{i}" for i in range(40)])) == 40
+    assert palette.styles(["mine", "dfedpgp"])[0] != palette.styles(["mine", "dfedpgp"])[1]
+
+
+def test_a_mean_over_seeds_waits_for_those_under_way_but_not_for_diverged_ones(
+    tmp_path: Path,
+) -> None:
+    write_exact(tmp_path / "over", "fedavg", 0, [[0.5], [0.7]], [[0.5], [0.6]])
+    write_exact(tmp_path / "begun", "fedavg", 1, [[0.1], [0.1]], [[0.1], [0.1]])
+    (tmp_path / "begun" / "summary.json").unlink()
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert (group.seeds, [run.seed for run in group.under_way]) == ((0,), [1])
+    table = comparison_table([group])
+    assert table.rows[0][1].text == "70.00"
+    assert "FedAvg (seed 1) has not finished: 2 of 2 rounds, and is left out." in table.caption
+    lost = {"finished": False, "diverged": {"round": 1, "client": 0}}
+    write_json(tmp_path / "begun" / "summary.json", lost)
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert (group.seeds, group.under_way) == ((0, 1), ())

@@ -1,0 +1,163 @@
+"""How long a sweep takes is told before it starts, from runs or short trials; then what is left."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from quiverfl.cli.overview import Account, _Bars, _Lines
+from quiverfl.config import Config, parse
+from quiverfl.data.sources import load_dataset
+from quiverfl.sweeps import estimate as estimating
+from quiverfl.sweeps.estimate import Estimate, cost_class, estimate, trial
+from quiverfl.sweeps.layout import Places
+from quiverfl.sweeps.plan import Cell
+from quiverfl.sweeps.pool import Outcome
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    tree = {
+        "data": {"clients": 12, "samples_per_client": 40, "test_per_client": 10},
+        "model": {"hidden": [8]},
+        "method": {"name": "dfedavgm", "epochs": 1},
+        "training": {"batch_size": 10},
+        "run": {"rounds": 20},
+    }
+    return parse({name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree})
+
+
+@pytest.mark.parametrize(
+    ("sections", "same"),
+    [
+        ({"run": {"seed": 3}}, True),
+        ({"run": {"rounds": 99}}, True),
+        ({"training": {"lr": 1.5, "clip_norm": 1.0}}, True),
+        ({"data": {"partition": "pathological", "classes_per_client": 2}}, True),
+        ({"data": {"samples_per_client": 20}}, False),
+        ({"training": {"batch_size": 5}}, False),
+        ({"method": {"epochs": 2}}, False),
+        ({"model": {"hidden": [9]}}, False),
+        ({"run": {"evaluate_every": 2}}, False),
+        ({"run": {"epoch_groups": [1, 2]}}, False),
+    ],
+)
+def test_what_costs_time_and_what_does_not(sections: dict[str, Any], same: bool) -> None:
+    assert (cost_class(config(**sections)) == cost_class(config())) is same
+
+
+def write_rounds(places: Places, cell: Cell, seconds: list[float]) -> None:
+    folder = places.run(cell)
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"round": t, "seconds": s}) + "\n" for t, s in enumerate(seconds)]
+    (folder / "rounds.jsonl").write_text("".join(lines))
+
+
+def test_a_cell_that_ran_tells_the_pace_of_its_kind_without_a_trial(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    done, begun, new = (Cell(config(run={"seed": seed})) for seed in range(3))
+    write_rounds(places, done, [2.0] * 20)
+    write_rounds(places, begun, [9.0] * 5)
+    found = estimate([begun, new], places, [done, begun, new])
+    assert found.seconds == {begun.name: 30.0, new.name: 40.0}
+    assert (found.trials, found.measured, found.unknown) == (0, 2, 0)
+    assert found.total(jobs=1) == 70.0
+    assert found.total(jobs=2) == 40.0  # never less than the longest cell
+
+
+def test_each_kind_is_tried_once(tmp_path: Path) -> None:
+    kinds = [config(run={"seed": seed}, method={"epochs": 1 + seed % 2}) for seed in range(4)]
+    turns: list[tuple[int, int]] = []
+    found = estimate(
+        [Cell(kind) for kind in kinds],
+        Places(tmp_path),
+        on_trial=lambda done, of: turns.append((done, of)),
+    )
+    assert turns == [(0, 2), (1, 2)]
+    assert all(seconds is not None and seconds > 0 for seconds in found.seconds.values())
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(20, 12 * 2), (110, 12 * 11)])
+def test_a_trial_is_scaled_to_the_work_it_stands_for(
+    samples: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock by which a step takes a second, a mixing or an evaluation half of one."""
+
+    def finished(self: Any, record: dict[str, Any]) -> None:
+        cost = {"train_seconds": float(np.sum(record["steps"])), "mix_seconds": 0.5}
+        self._records.append({**cost, "evaluate_seconds": 0.5})
+
+    monkeypatch.setattr(estimating._Keeping, "finished", finished)
+    wanted = config(data={"samples_per_client": samples}, run={"evaluate_every": 2})
+    # The trial has 10 clients with 10 samples, in training and in testing; the whole has 12.
+    expected = steps + 0.5 * 12 / 10 + 0.5 * (12 * 10) / (10 * 10) / 2
+    assert trial(wanted, load_dataset("digits")) == pytest.approx(expected)
+
+
+def test_what_cannot_be_tried_is_unknown_and_no_error(tmp_path: Path) -> None:
+    cell = Cell(config(model={"wrong": 1}))
+    found = estimate([cell], Places(tmp_path))
+    assert found == Estimate({cell.name: None}, trials=1, measured=0)
+    assert found.unknown == 1
+    assert found.total(jobs=2) == 0.0
+
+
+def test_cells_weigh_what_they_were_estimated_at() -> None:
+    long, short = Cell(config()), Cell(config(run={"rounds": 10}))
+    account = Account([long, short], {long.name: 30.0, short.name: 10.0})
+    assert account.share == 0.0
+    account.progressed(long, 1)
+    account.progressed(long, 10)
+    assert math.isclose(account.share, 0.375)  # 10 of 20 rounds of three quarters
+    account.over(Outcome(short, "finished"))
+    assert math.isclose(account.share, 0.625)
+    account.over(Outcome(long, "diverged"))
+    assert account.share == 1.0
+    assert account.words() == "2 of 2 cells, 1 failed"
+
+
+def test_a_resumed_cell_counts_from_where_it_went_on() -> None:
+    cell = Cell(config())
+    account = Account([cell], {})
+    account.progressed(cell, 11)  # the first ten were there
+    assert math.isclose(account.share, 0.1)
+
+
+def test_plain_lines_say_how_each_cell_ended() -> None:
+    cell = Cell(config(), case="Digits")
+    text = io.StringIO()
+    lines = _Lines(Console(file=text, width=200), Account([cell], {}))
+    lines.started(cell)
+    lines.progressed(cell, 3, {"local": 0.5})
+    lines.ended(Outcome(cell, "failed", 2.0, "no [memory] left"))
+    assert text.getvalue() == (
+        "[1 of 1 cells, 1 failed, about 0.0 s left] dfedavgm, Digits, seed 0: failed in 2.0 s. "
+        "no [memory] left\n"
+    )
+
+
+def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
+    from rich.progress import Progress, TextColumn
+
+    cells = [Cell(config(run={"seed": seed}), case="Digits") for seed in range(2)]
+    columns = (TextColumn("{task.description}"), TextColumn("{task.fields[text]}"))
+    display = Progress(*columns, console=Console(file=io.StringIO(), force_terminal=True))
+    bars = _Bars(display, Account(cells, {}))
+    for cell in cells:
+        bars.started(cell)
+    bars.progressed(cells[0], 1, {})
+    bars.progressed(cells[0], 5, {"local": 0.25, "mixed": 0.5})
+    shown = [(task.description, task.completed, task.fields["text"]) for task in display.tasks]
+    assert shown == [
+        ("[bold]all cells", 0.125, "0 of 2 cells"),
+        ("dfedavgm, Digits, seed 0", 5, "5/20 local 0.2500, mixed 0.5000"),
+        ("dfedavgm, Digits, seed 1", 0, ""),
+    ]
+    bars.ended(Outcome(cells[0], "finished", 1.0))
+    assert [task.fields["text"] for task in display.tasks] == ["1 of 2 cells", ""]

@@ -1,0 +1,260 @@
+"""A run folder is the whole truth of a run, and a kill at any moment loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import quiverfl as qv
+from quiverfl.config import Config, parse
+from quiverfl.data.partition import Partition
+from quiverfl.engine.checkpoint import checkpoints
+from quiverfl.experiment import Experiment, run_in_folder
+from quiverfl.run_folder import RunFolder
+from quiverfl.topologies.graph import Topology
+
+CONFIG = {
+    "data": {"name": "digits", "clients": 6, "samples_per_client": 20, "alpha": 0.3},
+    "model": {"name": "mlp", "hidden": [8]},
+    "method": {"name": "dfedpgp", "shared_epochs": 1},
+    "topology": {"neighbors": 2, "sampled": 2},
+    "training": {"lr": 0.05, "batch_size": 8, "momentum": 0.9},
+    "run": {"rounds": 6, "checkpoint_every": 2, "threads": 1},
+}
+
+
+def config(**changes: object) -> Config:
+    return parse(CONFIG).with_values((k.replace("__", "."), v) for k, v in changes.items())
+
+
+def test_everything_is_there_and_readable(tmp_path: Path) -> None:
+    summary = run_in_folder(config(), tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {
+        "config.json",
+        "environment.json",
+        "partition.npz",
+        "history.jsonl",
+        "rounds.jsonl",
+        "history.parquet",
+        "rounds.parquet",
+        "checkpoints",
+        "summary.json",
+    }
+    history = pd.read_parquet(tmp_path / "run" / "history.parquet")
+    assert len(history) == 6 * 2 * 6
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert summary["finished"] is True
+    assert summary["protocol"]["stage"] == "local"
+    last = history[(history["round"] == 5) & (history["stage"] == "mixed")]
+    assert summary["stages"]["mixed"]["last"]["mean"] == pytest.approx(last["accuracy"].mean())
+    partition = np.load(tmp_path / "run" / "partition.npz")
+    assert partition["train_counts"].shape == (6, 10)
+    assert len(np.unique(partition["train_indices"])) == 6 * 20
+
+
+def test_nothing_is_overwritten_silently(tmp_path: Path) -> None:
+    run_in_folder(config(), tmp_path / "run")
+    before = (tmp_path / "run" / "history.parquet").stat().st_mtime_ns
+    run_in_folder(config(run__threads=2), tmp_path / "run")  # the same experiment: not repeated
+    assert (tmp_path / "run" / "history.parquet").stat().st_mtime_ns == before
+    with pytest.raises(qv.QuiverError, match=r"another configuration \(training.lr: 0.05 there"):
+        run_in_folder(config(training__lr=0.01), tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(qv.QuiverError, match="not empty and not a run"):
+        run_in_folder(config(), tmp_path / "other")
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
+
+
+def test_data_changed_after_the_start_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    x, y = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % 3
+    mine = config(data__name="npz", data__samples_per_client=5, run__rounds=2).with_values(
+        [("data.options", {"path": str(file), "cache": str(tmp_path / "cache")})]
+    )
+    np.savez(file, x=x, y=y)
+    run_in_folder(mine, tmp_path / "over")
+    begun = tmp_path / "begun"
+    shutil.copytree(tmp_path / "over", begun)
+    (begun / "summary.json").unlink()
+    np.savez(file, x=x + 1e-3, y=y)
+    for folder in (tmp_path / "over", begun):
+        with pytest.raises(qv.QuiverError, match="a run with another data npz"):
+            run_in_folder(mine, folder)
+    file.unlink()
+    assert run_in_folder(mine, tmp_path / "over")["finished"]  # results outlive their data
+
+
+def test_a_run_is_not_continued_with_another_partition(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_in_folder(config(), folder)
+    (folder / "summary.json").unlink()
+    with np.load(folder / "partition.npz") as file:
+        arrays = dict(file)
+    arrays["train_indices"] = arrays["train_indices"][::-1]
+    np.savez(folder / "partition.npz", **arrays)
+    lost = {"finished": False, "diverged": {"round": 1, "client": 0}}
+    (folder / "summary.json").write_text(json.dumps(lost))
+    with pytest.raises(qv.QuiverError, match="other examples than this installation"):
+        run_in_folder(config(), folder)
+    assert RunFolder(folder).summary() == lost  # what is refused is not touched
+    (folder / "partition.npz").write_bytes(b"PK")
+    with pytest.raises(qv.QuiverError, match=r"partition.npz is damaged"):
+        run_in_folder(config(), folder)
+
+
+def test_a_configuration_changed_after_the_start_is_refused(tmp_path: Path) -> None:
+    run_in_folder(config(), tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace('"lr": 0.05', '"lr": 0.5'))
+    with pytest.raises(qv.QuiverError, match="was changed after the run was started"):
+        RunFolder(tmp_path / "run").config()
+
+
+def interrupted(tmp_path: Path, rounds: int = 4) -> Path:
+    """A folder as a kill after some rounds leaves it: no summary, a torn last line."""
+    folder = tmp_path / "cut"
+    run_in_folder(config(run__rounds=6), folder)
+    for name in ("summary.json", "history.parquet", "rounds.parquet"):
+        (folder / name).unlink()
+    for path in checkpoints(folder / "checkpoints"):
+        if int(path.stem.removeprefix("round-")) > rounds:
+            path.unlink()
+            path.with_suffix(".safetensors").unlink()
+    with (folder / "history.jsonl").open("a") as file:
+        file.write('{"round": 6, "stage": "lo')
+    return folder
+
+
+def numbers(folder: Path) -> pd.DataFrame:
+    return pd.read_parquet(folder / "history.parquet")
+
+
+def test_resuming_ends_with_the_same_numbers(tmp_path: Path) -> None:
+    run_in_folder(config(), tmp_path / "whole")
+    folder = interrupted(tmp_path)
+    run_in_folder(RunFolder(folder).config(), folder)
+    assert numbers(folder).equals(numbers(tmp_path / "whole"))
+    left, right = (
+        json.loads((path / "summary.json").read_text())["stages"]
+        for path in (folder, tmp_path / "whole")
+    )
+    assert left == right
+
+
+@pytest.mark.parametrize("name", ["history", "rounds"])
+def test_a_damaged_history_is_named_and_no_result_made_of_it(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    run_in_folder(config(), folder)
+    for file in ("summary.json", "history.parquet", "rounds.parquet"):
+        (folder / file).unlink()
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(qv.QuiverError, match=rf"{name}.jsonl lacks round \d"):
+        run_in_folder(config(), folder)
+    assert not (folder / "summary.json").exists()
+
+
+def test_under_natural_every_owner_is_a_client_unless_fewer_are_wanted() -> None:
+    natural = parse({"data": {"partition": "natural"}})
+    assert natural.data.clients is None
+    assert natural.with_values([("training.lr", 0.1)]).data.clients is None
+    assert parse(natural.model_dump(mode="json")).data.clients is None
+    assert parse({"data": {"partition": "natural", "clients": 7}}).data.clients == 7
+    assert parse({}).data.clients == 20
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(tmp_path: Path) -> None:
+    run_in_folder(config(), tmp_path / "whole")
+    folder = interrupted(tmp_path)
+    newest = checkpoints(folder / "checkpoints")[-1]
+    tensors = newest.with_suffix(".safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    with pytest.raises(qv.QuiverError, match=rf"{tensors.name}: damaged checkpoint .*checksum"):
+        run_in_folder(RunFolder(folder).config(), folder)
+    newest.unlink()
+    run_in_folder(RunFolder(folder).config(), folder)
+    assert numbers(folder).equals(numbers(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"round": 4}', "[]"])
+def test_a_damaged_checkpoint_description(tmp_path: Path, damage: str) -> None:
+    folder = interrupted(tmp_path)
+    newest = checkpoints(folder / "checkpoints")[-1]
+    newest.write_text(damage)
+    with pytest.raises(qv.QuiverError, match="damaged checkpoint"):
+        run_in_folder(RunFolder(folder).config(), folder)
+
+
+def test_a_diverging_run_keeps_what_it_had(tmp_path: Path) -> None:
+    wild = config(training__lr=1e6, training__weight_decay=1.0, run__rounds=30)
+    with pytest.raises(qv.Diverged):
+        run_in_folder(wild, tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["finished"] is False
+    assert {"round", "client"} <= set(summary["diverged"])
+    assert (tmp_path / "run" / "history.jsonl").exists()
+    RunFolder(tmp_path / "run").open(wild, {}, *_parts(wild))  # tried again, and killed at once
+    assert "diverged" not in RunFolder(tmp_path / "run").summary()
+
+
+def _parts(config: Config) -> tuple[Partition, Topology]:
+    experiment = Experiment.of(config)
+    return experiment.partition, experiment.topology
+
+
+@pytest.mark.parametrize("method", ["dfedpgp", "fedavg"])
+def test_a_killed_process_is_resumed_bit_for_bit(tmp_path: Path, method: str) -> None:
+    text = f"""
+[data]
+clients = 6
+samples_per_client = 20
+[model]
+hidden = [8]
+[method]
+name = "{method}"
+[topology]
+neighbors = 2
+sampled = 2
+[training]
+lr = 0.05
+batch_size = 4
+[run]
+rounds = 60
+checkpoint_every = 3
+threads = 1
+"""
+    (tmp_path / "run.toml").write_text(text)
+    quiver = [sys.executable, "-m", "quiverfl.cli.main"]
+    run = [*quiver, "run", str(tmp_path / "run.toml"), "--quiet", "--out"]
+    subprocess.run([*run, str(tmp_path / "whole")], check=True)
+    process = subprocess.Popen([*run, str(tmp_path / "cut")])
+    lines = tmp_path / "cut" / "rounds.jsonl"
+    deadline = time.monotonic() + 60
+    while not (lines.exists() and lines.read_bytes().count(b"\n") >= 7):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    again = subprocess.run([*run, str(tmp_path / "cut")], capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "quiver resume" in again.stderr
+    subprocess.run([*quiver, "resume", str(tmp_path / "cut"), "--quiet"], check=True)
+    assert numbers(tmp_path / "cut").equals(numbers(tmp_path / "whole"))
+    newest = [checkpoints(tmp_path / name / "checkpoints")[-1] for name in ("cut", "whole")]
+    first, second = (path.with_suffix(".safetensors").read_bytes() for path in newest)
+    assert first == second
