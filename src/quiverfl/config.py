@@ -102,6 +102,10 @@ class TrainingConfig(Section):
     batch_size: int | Literal["all"] = 128
     """ "all": the whole local set in one batch."""
     clip_norm: float | None = None
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
 
     def training(self) -> Training:
         values = self.model_dump()

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class QuiverError(Exception):
     """A mistake a person can act on; the command line prints it without a traceback."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a simulation; `run` has what there was."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__("interrupted")
+        self.run = run
+
+
 class Diverged(QuiverError):
-    """Training produced a number that is not finite."""
+    """Training produced a number that is not finite; `run` has what there was before."""
+
+    run: Any = None
 
     def __init__(self, round: int, client: int, where: str) -> None:
         super().__init__(

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,20 @@ from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import Recorder
-from quiverfl.engine.simulate import Run, check, simulate
+from quiverfl.engine.run import Run
+from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.simulate import simulate
 from quiverfl.errors import QuiverError
 from quiverfl.methods import find_method
-from quiverfl.methods.contract import Method, adaptation
+from quiverfl.methods.contract import Method
+from quiverfl.methods.optional import adaptation
 from quiverfl.models import make_model
 from quiverfl.references import is_reference, source_digest
 from quiverfl.run_folder import RunFolder
 from quiverfl.task import Task
 from quiverfl.topologies import TOPOLOGIES, Topology, make_topology
-
-USUAL_TOPOLOGY = {
-    "local": "isolated",
-    "fedavg": "star",
-    "fedper": "star",
-    "fedrep": "star",
-    "fedbabu": "star",
-    "ditto": "star",
-}
-"""What `topology.name = "auto"` means; others by whether they carry push-sum mass."""
 
 TOPOLOGY_OPTIONS = {
     "isolated": (),
@@ -69,11 +64,14 @@ class Experiment:
         topology = topology_for(config, method, data.clients)
         return cls(config, make_task(config, found), data, shares, method, topology)
 
+    @cached_property
+    def settings(self) -> RunSettings:
+        return settings_of(self.config, self.data.clients)
+
     def check(self) -> None:
         """Refuse what cannot work together, before anything is written."""
-        epochs = epochs_per_client(self.config, self.data.clients)
-        device = self.config.run.device
-        check(self.task, self.data, self.method, self.topology, epochs, device)
+        training = self.config.training.training()
+        check_fit(self.task, self.data, self.method, self.topology, training, self.settings)
 
     def run(
         self,
@@ -81,28 +79,17 @@ class Experiment:
         folder: RunFolder | None = None,
         resume: Checkpoint | None = None,
     ) -> Run:
-        settings = self.config.run
         return simulate(
             self.task,
             self.data,
             method=self.method,
             topology=self.topology,
             training=self.config.training.training(),
-            rounds=settings.rounds,
-            seed=settings.seed,
-            dtype=getattr(torch, settings.dtype),
-            device=settings.device,
-            threads=settings.threads,
-            epochs_per_client=epochs_per_client(self.config, self.data.clients),
-            common_init=settings.common_init,
-            executor=settings.executor,
-            evaluate_every=settings.evaluate_every,
-            keep_local=settings.keep_local,
-            gradients=settings.gradients,
+            settings=self.settings,
             recorder=recorder,
             resume=resume,
             checkpoint=None if folder is None else folder.save,
-            checkpoint_every=settings.checkpoint_every,
+            borrowed=True,
         )
 
 
@@ -201,18 +188,12 @@ def make_task(config: Config, dataset: Dataset) -> Task:
     )
 
 
-def usual_topology(method: Method) -> str:
-    """Push-sum methods push at random; the others mix on an undirected regular graph or a star."""
-    by_kind = "random_push" if method.carries_mass else "random_regular"
-    return USUAL_TOPOLOGY.get(method.name, by_kind)
-
-
 def topology_for(config: Config, method: Method, clients: int) -> Topology:
     """The configured topology, or the usual one of the method."""
     options = config.topology.options()
     name = config.topology.name
     if name == "auto":
-        name = usual_topology(method)
+        name = method.topology
         known = {"seed", *(key for keys in TOPOLOGY_OPTIONS.values() for key in keys)}
         for key in options:
             if key not in known:
@@ -220,7 +201,7 @@ def topology_for(config: Config, method: Method, clients: int) -> Topology:
                     f'topology.{key}: with name = "auto" the options are '
                     f"{', '.join(sorted(known))}; name a topology to give others."
                 )
-        wanted = (*TOPOLOGY_OPTIONS[name], "seed")
+        wanted = (*TOPOLOGY_OPTIONS.get(name, ()), "seed")
         options = {key: value for key, value in options.items() if key in wanted}
         if "sampled" in wanted:
             options.setdefault("sampled", max(1, clients // 10))
@@ -237,13 +218,32 @@ def _parameters(name: str) -> Sequence[str]:
     return list(inspect.signature(TOPOLOGIES[name]).parameters)
 
 
-def epochs_per_client(config: Config, clients: int) -> list[int] | None:
+def settings_of(config: Config, clients: int) -> RunSettings:
+    """[run] as the engine takes it."""
+    run = config.run
+    return RunSettings(
+        rounds=run.rounds,
+        seed=run.seed,
+        dtype=getattr(torch, run.dtype),
+        device=run.device,
+        threads=run.threads,
+        executor=run.executor,
+        common_init=run.common_init,
+        epochs_per_client=epochs_per_client(config, clients),
+        evaluate_every=run.evaluate_every,
+        keep_local=run.keep_local,
+        gradients=run.gradients,
+        checkpoint_every=run.checkpoint_every,
+    )
+
+
+def epochs_per_client(config: Config, clients: int) -> tuple[int, ...] | None:
     """A list as given, or equal groups of clients with their own number of epochs each."""
     if config.run.epochs_per_client is not None and config.run.epoch_groups is not None:
         raise QuiverError("run.epochs_per_client and run.epoch_groups: give one of them.")
     if config.run.epochs_per_client is not None:
-        return list(config.run.epochs_per_client)
+        return config.run.epochs_per_client
     if config.run.epoch_groups is None:
         return None
     groups = config.run.epoch_groups
-    return [groups[client * len(groups) // clients] for client in range(clients)]
+    return tuple(groups[client * len(groups) // clients] for client in range(clients))

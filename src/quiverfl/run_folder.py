@@ -29,7 +29,7 @@ from quiverfl.methods.contract import Train
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.run_files import finish, read_lines
-from quiverfl.topologies.graph import Topology
+from quiverfl.topologies.topology import Topology
 
 
 class RunFolder:

@@ -25,6 +25,14 @@ class Point(NamedTuple):
     personal: Tensor
 
 
+class Seen(NamedTuple):
+    """What a model makes of some samples [n, …]."""
+
+    outputs: Tensor
+    features: Tensor
+    """What its head is given; empty where nobody asked for it."""
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
@@ -41,6 +49,9 @@ class Task:
     `model` returns a fresh nn.Module. `personal` lists prefixes of parameter names: whatever lies
     below them is the personal part v, everything else is the shared part u. An empty tuple means
     that nothing is personal. `loss` and `metrics` give one number per sample.
+
+    Parameters with `requires_grad=False` stay as they are: neither trained nor sent, and kept once
+    for all clients, as buffers are. Their values are those of `model()` whatever the run's seed.
     """
 
     model: Callable[[], nn.Module]
@@ -57,16 +68,27 @@ class Task:
                 "fresh nn.Module, such as the class itself."
             )
         _refuse_impure(self.skeleton)
-        names = [name for name, _ in self.skeleton.named_parameters()]
-        if not names:
+        names = [name for name, _ in self._trainable()]
+        every = [name for name, _ in self.skeleton.named_parameters()]
+        if not every:
             raise QuiverError("the model has no parameters: there is nothing to train.")
+        if not names:
+            raise QuiverError(
+                "every parameter of the model has requires_grad=False: there is nothing to train."
+            )
         for prefix in self.personal:
-            if not any(_below(name, prefix) for name in names):
-                tops = sorted({name.split(".")[0] for name in names})
+            if any(_below(name, prefix) for name in names):
+                continue
+            if any(_below(name, prefix) for name in every):
                 raise QuiverError(
-                    f"personal prefix {prefix!r} matches no parameter of the model; "
-                    f"its top-level parts are: {', '.join(tops)}."
+                    f"personal prefix {prefix!r} matches frozen parameters only "
+                    "(requires_grad=False): name a part that is trained."
                 )
+            tops = sorted({name.split(".")[0] for name in names})
+            raise QuiverError(
+                f"personal prefix {prefix!r} matches no parameter of the model; "
+                f"its top-level parts are: {', '.join(tops)}."
+            )
         if not self.shared_layout.size:
             raise QuiverError(
                 f"personal prefixes {self.personal} match every parameter: nothing would be "
@@ -75,17 +97,20 @@ class Task:
 
     @cached_property
     def skeleton(self) -> nn.Module:
-        """One instance whose own parameter values are never used."""
+        """One instance, of whose values only the frozen ones are used."""
         with _seeded(0):
             return self.model()
 
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((n, p) for n, p in self.skeleton.named_parameters() if p.requires_grad)
+
     @cached_property
     def shared_layout(self) -> Layout:
-        return Layout.of((n, p) for n, p in self.skeleton.named_parameters() if not self._mine(n))
+        return Layout.of((n, p) for n, p in self._trainable() if not self._mine(n))
 
     @cached_property
     def personal_layout(self) -> Layout:
-        return Layout.of((n, p) for n, p in self.skeleton.named_parameters() if self._mine(n))
+        return Layout.of((n, p) for n, p in self._trainable() if self._mine(n))
 
     def _mine(self, name: str) -> bool:
         return any(_below(name, prefix) for prefix in self.personal)
@@ -111,15 +136,15 @@ class Task:
         named = self.named(point)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
-                parameter.copy_(named[name])
+                if name in named:
+                    parameter.copy_(named[name])
         return module
 
     @cached_property
     def head(self) -> str | None:
         """The one submodule that is the whole personal part, where there is one.
 
-        If it is also the last thing the model computes (checked on real inputs by whoever uses
-        this), the frozen body's features can be computed once and the head trained on them.
+        What it is given are the model's features.
         """
         if len(self.personal) != 1 or self.personal[0] not in dict(self.skeleton.named_modules()):
             return None

@@ -1,20 +1,24 @@
-"""The optimizer's settings, the same for every method (docs/methods.md)."""
+"""The optimizer's settings, the same for every method (docs/methods.md, "The step")."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, nearest
+
+Optimizer = Literal["sgd", "adam", "adamw"]
 
 
 @dataclass(frozen=True)
 class Training:
-    """SGD with heavy-ball momentum; the buffer starts at zero in every phase of every round.
+    """The optimizer; its state starts afresh in every phase of every round.
 
     `personal_lr` applies to the personal part where a method trains it as such (None: the same as
     `lr`). The rate in round t is lr · lr_decay^t. `batch_size=None` means the whole local set in
     one batch, in its given order. `clip_norm` bounds the norm of the gradient of the trained part.
+    `momentum` and `nesterov` are for SGD, `betas` and `epsilon` for Adam and AdamW.
     """
 
     lr: float = 0.1
@@ -24,25 +28,52 @@ class Training:
     weight_decay: float = 0.0
     batch_size: int | None = 128
     clip_norm: float | None = None
+    optimizer: Optimizer = "sgd"
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        positive = {"lr": self.lr, "lr_decay": self.lr_decay}
-        if self.personal_lr is not None:
-            positive["personal_lr"] = self.personal_lr
-        if self.clip_norm is not None:
-            positive["clip_norm"] = self.clip_norm
-        for name, value in positive.items():
-            if not (value > 0 and math.isfinite(value)):
-                raise QuiverError(f"training.{name} = {value}: it must be a positive number.")
-        if not 0 <= self.momentum < 1:
-            raise QuiverError(f"training.momentum = {self.momentum}: it must be in [0, 1).")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise QuiverError(f"training.weight_decay = {self.weight_decay}: it must be ≥ 0.")
-        if self.batch_size is not None and self.batch_size < 1:
+        for name in ("lr", "lr_decay", "personal_lr", "clip_norm", "epsilon"):
+            value = getattr(self, name)
+            if value is None and name in ("personal_lr", "clip_norm"):
+                continue
+            if not (_number(value) and value > 0):
+                raise QuiverError(f"training.{name} = {value!r}: it must be a positive number.")
+        if not (_number(self.momentum) and 0 <= self.momentum < 1):
+            raise QuiverError(f"training.momentum = {self.momentum!r}: it must be in [0, 1).")
+        if not (_number(self.weight_decay) and self.weight_decay >= 0):
+            raise QuiverError(f"training.weight_decay = {self.weight_decay!r}: it must be ≥ 0.")
+        self._check_batch_size()
+        self._check_optimizer()
+
+    def _check_batch_size(self) -> None:
+        size = self.batch_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise QuiverError(
-                f"training.batch_size = {self.batch_size}: it must be at least 1, "
-                "or None for the whole local set in one batch."
+                f"training.batch_size = {size!r}: it must be a whole number, at least 1, or the "
+                'whole local set in one batch ("all" in a configuration, None in Python).'
             )
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer not in get_args(Optimizer):
+            known = nearest(str(self.optimizer), get_args(Optimizer))
+            raise QuiverError(f"training.optimizer = {self.optimizer!r}: {known}")
+        if self.optimizer != "sgd" and (self.momentum or self.nesterov):
+            raise QuiverError(
+                f"training.optimizer = {self.optimizer!r} has no momentum of SGD's kind: leave "
+                "training.momentum and training.nesterov out; betas take their place."
+            )
+        if self.nesterov and not self.momentum:
+            raise QuiverError("training.nesterov needs a training.momentum above 0.")
+        betas = tuple(self.betas)
+        if len(betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
+            raise QuiverError(f"training.betas = {self.betas!r}: two numbers in [0, 1).")
+        object.__setattr__(self, "betas", betas)
+
+    def at_personal_rate(self) -> Training:
+        """The same with personal_lr in place of lr."""
+        return replace(self, lr=self.lr if self.personal_lr is None else self.personal_lr)
 
     def rate(self, round: int) -> float:
         """Learning rate η of the round."""
@@ -52,3 +83,7 @@ class Training:
         """Learning rate of the personal part in methods that train it as such."""
         base = self.lr if self.personal_lr is None else self.personal_lr
         return base * self.lr_decay**round
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -101,14 +101,13 @@ def compare(
 
 def methods(json_: AsJson = False) -> None:
     """The methods, their options and the topology they are usually run on."""
-    from quiverfl.experiment import usual_topology
-    from quiverfl.methods.contract import options_of
+    from quiverfl.methods.options import options_of
 
     rows: list[dict[str, Any]] = [
         {
             "name": name,
             "title": method.title,
-            "topology": usual_topology(method),
+            "topology": method.topology,
             "options": options_of(method),
             "summary": (_module_doc(method).splitlines() or [""])[0],
         }

@@ -116,7 +116,7 @@ def _described(name: str) -> dict[str, Any]:
 def _with_mass() -> list[str]:
     from quiverfl.methods import METHODS
 
-    return [name for name, method in METHODS.items() if getattr(method, "carries_mass", False)]
+    return [name for name, method in METHODS.items() if getattr(method, "mass", None)]
 
 
 def _table(report: TopologyReport) -> Table:

@@ -57,19 +57,31 @@ class Plan:
     epochs: Integers
     steps: Integers
 
+    def first(self, most: int) -> Plan:
+        """The first steps only."""
+        cut = (self.samples[:, :most], self.counts[:, :most], self.epochs[:, :most])
+        return Plan(*cut, np.minimum(self.steps, most))
+
 
 def plan(
     seed: int,
     clients: Integers,
     round: int,
     phase: int,
-    epochs: Integers,
+    epochs: Integers | None,
     sizes: Integers,
     batch_size: int | None,
+    at_most: int | None = None,
 ) -> Plan:
-    """The batches of a phase for clients with their own number of epochs and samples."""
+    """The batches of a phase for clients with their own number of epochs and samples.
+
+    Without a number of epochs: `at_most` steps, of as many epochs as that takes.
+    """
     batch = sizes if batch_size is None else np.minimum(batch_size, sizes)
     per_epoch = -(-sizes // batch)
+    if epochs is None:
+        assert at_most is not None
+        epochs = -(-at_most // per_epoch)
     steps = epochs * per_epoch
     count, width = int(steps.max(initial=0)), int(batch.max())
     samples = np.zeros((len(clients), count, width), dtype=np.int64)
@@ -86,7 +98,8 @@ def plan(
     rest = (sizes - (per_epoch - 1) * batch)[:, None]
     counts = np.where(last, rest, batch[:, None])
     counts[index >= steps[:, None]] = 0
-    return Plan(samples, counts, index // per_epoch[:, None], steps)
+    whole = Plan(samples, counts, index // per_epoch[:, None], steps)
+    return whole if at_most is None else whole.first(at_most)
 
 
 def _orders(

@@ -42,6 +42,11 @@ class Split:
     def sizes(self) -> Integers:
         return np.diff(self.offsets)
 
+    @property
+    def longest(self) -> int:
+        """How many examples the largest client has."""
+        return int(self.sizes.max(initial=0))
+
     def of(self, client: int) -> tuple[Tensor, Tensor]:
         rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))
         return self.x[rows], self.y[rows]
@@ -62,6 +67,8 @@ class FederatedData:
     classes: int | None = None
     prepare: Prepare | None = None
     augment: Augment | None = None
+    normalize: Prepare | None = None
+    """What was done to the inputs before they came here: a model in use must do it, too."""
 
     @classmethod
     def from_arrays(
@@ -184,6 +191,7 @@ def federate(
         return FederatedData(train, test, dataset.classes, normalize, chosen)
     if dataset.mean:
         train, test = (replace(part, x=normalize(part.x)) for part in (train, test))
+        return FederatedData(train, test, dataset.classes, None, chosen, normalize)
     return FederatedData(train, test, dataset.classes, None, chosen)
 
 

@@ -1,17 +1,41 @@
-"""What a round cost and how far the clients are apart: bytes, μ, consensus distance."""
+"""What a round cost and how far the clients are apart: seconds, bytes, μ, consensus distance."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.gradients import gradient_norms
+from quiverfl.engine.settings import RunSettings
+from quiverfl.methods.state import fields_of
 from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.topology import downloads, uploads
+
+if TYPE_CHECKING:
+    from quiverfl.engine.shard import Shard
 
 Integers = npt.NDArray[np.int64]
+
+
+class Clock:
+    """Seconds of a round, by what they were spent on."""
+
+    def __init__(self) -> None:
+        self._laps: dict[str, float] = {}
+        self._begin = self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def record(self) -> dict[str, float]:
+        return {"seconds": self._last - self._begin, **self._laps}
 
 
 def traffic(graph: Graph, payload: Integers) -> dict[str, Any]:
@@ -20,10 +44,10 @@ def traffic(graph: Graph, payload: Integers) -> dict[str, Any]:
     Over a star a sampled client sends its message and receives the average, which is as large as
     the messages are on average; the server handles both.
     """
-    sent = graph.uploads * payload
+    sent = uploads(graph) * payload
     if graph.hub:
         average = int(payload[graph.active].mean()) if graph.active.any() else 0
-        received = graph.downloads * average
+        received = downloads(graph) * average
         busiest = network = int(sent.sum() + received.sum())
     else:
         received = _received(graph, payload)
@@ -37,10 +61,9 @@ def traffic(graph: Graph, payload: Integers) -> dict[str, Any]:
 
 
 def _received(graph: Graph, payload: Integers) -> Integers:
-    if graph.common_row is not None:  # everybody hears the same senders, but not itself
-        senders = graph.common_row[0]
-        own = np.where(np.isin(np.arange(graph.clients), senders), payload, 0)
-        return int(payload[senders].sum()) - own
+    if graph.one_row:  # everybody hears the same senders, but not itself
+        own = np.where(np.isin(np.arange(graph.clients), graph.senders), payload, 0)
+        return int(payload[graph.senders].sum()) - own
     links = graph.sparse.tocoo()
     across = (links.row != links.col) & (links.data != 0)
     received = np.bincount(
@@ -49,22 +72,33 @@ def _received(graph: Graph, payload: Integers) -> Integers:
     return received.astype(np.int64)
 
 
-def spread_of_mass(state: Any) -> dict[str, float | None]:
-    """The smallest and the largest μ; None for methods that have none."""
-    mu: Tensor | None = getattr(state, "mu", None)
-    if mu is None:
-        return {"mu_min": None, "mu_max": None}
-    return {"mu_min": float(mu.min()), "mu_max": float(mu.max())}
+def state_record(shard: Shard, settings: RunSettings, round: int) -> dict[str, Any]:
+    """Steps and the range of μ; in evaluated rounds also how far the clients are apart."""
+    mass = None if shard.method.mass is None else getattr(shard.state, shard.method.mass)
+    record: dict[str, Any] = {
+        "steps": shard.steps.tolist(),
+        "mu_min": None if mass is None else float(mass.min()),
+        "mu_max": None if mass is None else float(mass.max()),
+        "consensus": None,
+        "gradient_shared": None,
+        "gradient_personal": None,
+    }
+    if settings.evaluates(round):
+        shared = next(iter(fields_of(shard.state, "shared").values()), None)
+        record["consensus"] = None if shared is None else consensus_distance(shared, mass)
+        if settings.gradients:
+            record.update(gradient_norms(shard))
+    return record
 
 
-def consensus_distance(shared: Tensor, mu: Tensor | None) -> float:
+def consensus_distance(shared: Tensor, mass: Tensor | None) -> float:
     """(1/m) Σ_i ‖z_i - z̄‖², over columns in chunks so that z is never stored whole."""
     total = 0.0
     clients = len(shared)
     width = max(1, 4_000_000 // max(1, clients * shared.element_size()))
     for begin in range(0, shared.shape[1], width):
         z = shared[:, begin : begin + width]
-        if mu is not None:
-            z = z / mu.to(z.dtype).unsqueeze(1)
+        if mass is not None:
+            z = z / mass.to(z.dtype).unsqueeze(1)
         total += float(torch.var(z, dim=0, correction=0).sum(dtype=torch.float64))
     return total

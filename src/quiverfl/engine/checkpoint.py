@@ -25,7 +25,8 @@ from quiverfl.task import Point
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """`round` rounds are complete. Tensors are the shard's own: write them before going on."""
+    """`round` rounds are complete. What `take` gives borrows the shard's tensors until the next
+    round: write it, or `copy` it."""
 
     round: int
     tensors: dict[str, Tensor]
@@ -36,10 +37,21 @@ class Checkpoint:
     def take(cls, round: int, shard: Shard, exchange: Exchange, history: History) -> Checkpoint:
         tensors = {f"state/{name}": leaf for name, leaf in shard.state._asdict().items()}
         tensors.update((f"flight/{name}", leaf) for name, leaf in exchange.in_flight().items())
-        for row, point in shard.local.items():
+        for row, point in shard.local.points.items():
             tensors[f"local/{row}/shared"] = point.shared
             tensors[f"local/{row}/personal"] = point.personal
-        return cls(round, tensors, shard.local_metrics, history)
+        for number, buffers in shard.buffers.items():
+            tensors.update((f"optimizer/{number}/{name}", b) for name, b in buffers.items())
+        return cls(round, tensors, shard.local.metrics, history)
+
+    def copy(self) -> Checkpoint:
+        """One that stays as it is while the run goes on."""
+        return Checkpoint(
+            self.round,
+            {name: leaf.clone() for name, leaf in self.tensors.items()},
+            {row: dict(metrics) for row, metrics in self.local_metrics.items()},
+            self.history.copy(),
+        )
 
     def apply(self, shard: Shard, exchange: Exchange) -> None:
         """Put everything back."""
@@ -51,16 +63,20 @@ class Checkpoint:
                     "another method, model, data type or number of clients."
                 )
             leaf.copy_(saved)
-        device = shard.state[0].device
+        device = next(iter(shard.state)).device
         flying = _below(self.tensors, "flight/")
-        exchange.restore({name: leaf.to(device) for name, leaf in flying.items()})
+        exchange.restore({name: leaf.to(device, copy=True) for name, leaf in flying.items()})
         kept = _below(self.tensors, "local/")
         rows = sorted({int(name.split("/")[0]) for name in kept})
-        shard.local = {
-            row: Point(kept[f"{row}/shared"].to(device), kept[f"{row}/personal"].to(device))
+        shard.local.points = {
+            row: Point(*(kept[f"{row}/{part}"].to(device, copy=True) for part in Point._fields))
             for row in rows
         }
-        shard.local_metrics = dict(self.local_metrics)
+        shard.local.metrics = {row: dict(metrics) for row, metrics in self.local_metrics.items()}
+        shard.buffers = {}
+        for name, leaf in _below(self.tensors, "optimizer/").items():
+            number, _, buffer = name.partition("/")
+            shard.buffers.setdefault(int(number), {})[buffer] = leaf.to(device, copy=True)
 
     def save(self, folder: Path) -> Path:
         """Write it; the path of its JSON file."""

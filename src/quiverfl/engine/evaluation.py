@@ -8,7 +8,7 @@ import torch
 
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program
-from quiverfl.engine.workers import check
+from quiverfl.engine.workers import stop_if_halted
 from quiverfl.task import Point, Task
 
 Metrics = dict[str, npt.NDArray[np.float64]]
@@ -20,7 +20,7 @@ TOGETHER = 12_800
 """Samples of all clients together that do: their activations must find room."""
 
 
-def evaluate(
+def metrics_of(
     task: Task,
     program: Program,
     executor: Executor,
@@ -34,14 +34,14 @@ def evaluate(
     sums = {name: torch.zeros(len(rows), dtype=torch.float64) for name in functions}
     slab = min(SLAB, max(1, TOGETHER // max(1, len(rows))))
     for begin in range(0, int(sizes.max(initial=0)), slab):
-        check()
+        stop_if_halted()
         here = np.flatnonzero(sizes > begin)
         width = int(min(sizes[here].max() - begin, slab))
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
         x, y = examples.gather(rows[here], samples)
         some = point if len(here) == len(rows) else Point(*(part[here] for part in point))
-        outputs = executor.outputs(program, some, x).flatten(0, 1)
+        outputs = executor.see(program, some, x).outputs.flatten(0, 1)
         for name, function in functions.items():
             values = function(outputs, y.flatten(0, 1)).view(inside.shape).double().cpu()
             sums[name][here] += torch.linalg.vecdot(values, inside)

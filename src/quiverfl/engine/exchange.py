@@ -13,12 +13,17 @@ from torch import Tensor
 from quiverfl.engine.mixing import mix
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.topology import offline
 
 Flags = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
 
 
 class Exchange(Protocol):
     """Moves messages. What has been sent and not yet delivered belongs to every checkpoint."""
+
+    def senders(self, graph: Graph) -> Integers | None:
+        """Whose messages it wants; None for everybody's."""
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None: ...
     def collect(self, round: int) -> Message: ...
@@ -40,6 +45,9 @@ class MatrixExchange:
         self._waiting: Message = {}
         self._mixed: Message = {}
 
+    def senders(self, graph: Graph) -> Integers | None:
+        return graph.senders if graph.one_row and not self._delay else None
+
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         if self._delay == 0:
             self._mixed = {name: mix(graph, leaf) for name, leaf in outbox.items()}
@@ -50,9 +58,9 @@ class MatrixExchange:
             name: mix(others, leaf.clone()) for name, leaf in outbox.items()
         }
         self._mixed = {name: leaf * _like(own, leaf) for name, leaf in outbox.items()}
-        self._deliver(self._due.pop(round, {}), _offline(graph))
+        self._deliver(self._due.pop(round, {}), offline(graph))
 
-    def _deliver(self, arriving: Message, offline: Flags) -> None:
+    def _deliver(self, arriving: Message, away: Flags) -> None:
         """Add what is due, and what has waited, to the clients that are there."""
         for name, leaf in self._mixed.items():
             waiting = self._waiting.get(name)
@@ -61,10 +69,10 @@ class MatrixExchange:
                 continue
             total = share if waiting is None else waiting if share is None else share + waiting
             assert total is not None
-            away = _like(torch.from_numpy(offline.astype(np.float64)), total)
-            leaf.add_(total * (1 - away))
-            if offline.any():
-                self._waiting[name] = total * away
+            absent = _like(torch.from_numpy(away.astype(np.float64)), total)
+            leaf.add_(total * (1 - absent))
+            if away.any():
+                self._waiting[name] = total * absent
             else:
                 self._waiting.pop(name, None)
 
@@ -97,12 +105,6 @@ def _without_diagonal(graph: Graph) -> Graph:
     across = links.row != links.col
     entries = (links.data[across], (links.row[across], links.col[across]))
     return Graph(sparse.csr_array(entries, shape=links.shape), graph.active)
-
-
-def _offline(graph: Graph) -> Flags:
-    """Clients that neither train nor receive in this round: inactive, with an identity row."""
-    alone: Flags = (graph.sparse.diagonal() == 1) & (np.diff(graph.sparse.indptr) == 1)
-    return alone & ~graph.active
 
 
 def _like(column: Tensor, leaf: Tensor) -> Tensor:

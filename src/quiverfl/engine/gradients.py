@@ -9,15 +9,21 @@ Inputs are prepared and not augmented: F_i is the loss on the examples as they a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.engine.phases import Trainer
-from quiverfl.engine.shard import Shard
-from quiverfl.methods.contract import Method, Part, State
+from quiverfl.engine.stepper import weights_of
+from quiverfl.engine.trainer import Trainer
+from quiverfl.methods.contract import Part
+from quiverfl.methods.state import fields_of
 from quiverfl.task import Point
+
+if TYPE_CHECKING:
+    from quiverfl.engine.shard import Shard
 
 Integers = npt.NDArray[np.int64]
 
@@ -25,14 +31,14 @@ SLAB = 512
 """Samples per client that pass through the model at once."""
 
 
-def gradient_norms(shard: Shard, method: Method) -> dict[str, float]:
+def gradient_norms(shard: Shard) -> dict[str, float]:
     """Δ_ū and Δ_v of the states as they are now, for a shard that holds every client."""
     trainer = shard.trainer
-    mean = mean_shared(shard.state)
+    mean = mean_shared(shard)
     shared = torch.zeros_like(mean, dtype=torch.float64)
     personal = 0.0
     for group in shard.groups(np.arange(len(shard.ids))):
-        own: Point = torch.vmap(method.personal)(shard.rows(group.rows))
+        own: Point = torch.vmap(shard.method.personal)(shard.rows(group.rows))
         agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
         common = Point(agreed, own.personal)
         shared += full_gradient(trainer, common, "shared", group.rows).sum(dim=0)
@@ -44,11 +50,12 @@ def gradient_norms(shard: Shard, method: Method) -> dict[str, float]:
     }
 
 
-def mean_shared(state: State) -> Tensor:
+def mean_shared(shard: Shard) -> Tensor:
     """ū = Σu / Σμ: the mean of the u, since Σμ = m; with messages in flight, of what is here."""
-    total: Tensor = state.u.sum(dim=0, dtype=torch.float64)
-    mu: Tensor | None = getattr(state, "mu", None)
-    return total / (len(state.u) if mu is None else mu.sum())
+    shared = next(iter(fields_of(shard.state, "shared").values()))
+    total = shared.sum(dim=0, dtype=torch.float64)
+    mass = shard.method.mass
+    return total / (len(shared) if mass is None else getattr(shard.state, mass).sum())
 
 
 def full_gradient(trainer: Trainer, point: Point, part: Part, rows: Integers) -> Tensor:
@@ -65,16 +72,8 @@ def full_gradient(trainer: Trainer, point: Point, part: Part, rows: Integers) ->
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         x, y = trainer.examples.gather(rows[here], samples)
         some = point if len(here) == len(rows) else Point(*(half[here] for half in point))
-        gradient = trainer.executor.bind(trainer.program, some, part)
-        slope = gradient(len(here), x, y, _weights(counts, width, values))
+        gradient = trainer.executor.bind(trainer.program(), some, part)
+        slope = gradient(len(here), x, y, weights_of(counts, width, values))
         share = torch.from_numpy(counts / sizes[here]).to(total.device)
         total[here] += slope.double() * share.unsqueeze(1)
     return total
-
-
-def _weights(counts: Integers, width: int, like: Tensor) -> Tensor | None:
-    """1 for samples, 0 for padding; None where nothing is padded."""
-    if (counts == width).all():
-        return None
-    inside = torch.from_numpy(np.arange(width) < counts[:, None])
-    return inside.to(dtype=like.dtype, device=like.device)

@@ -36,6 +36,10 @@ class History:
     def finished(self, record: Record) -> None:
         self.records.append(record)
 
+    def copy(self) -> History:
+        """What is recorded later does not appear in it."""
+        return History(list(self.evaluations), list(self.records))
+
     def frame(self) -> pd.DataFrame:
         """round, stage, client, and a column per metric."""
         import pandas as pd  # late: half a second that a peer's start need not wait for

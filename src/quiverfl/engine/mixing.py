@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quiverfl.engine.workers import side_by_side, worker_count
 from quiverfl.topologies.graph import DENSE_LIMIT, Graph
+from quiverfl.topologies.topology import links
 
 CHUNK_BYTES = 600_000
 NARROWEST = 48
@@ -30,10 +31,11 @@ def mix(graph: Graph, leaf: Tensor) -> Tensor:
     and the result is one row that stands for all.
     """
     flat = leaf.view(len(leaf), -1)
-    if graph.common_row is not None:
-        senders, weights = graph.common_row
-        sent = flat if len(flat) == len(senders) else flat[torch.from_numpy(senders)]
-        row = torch.from_numpy(weights).to(dtype=leaf.dtype, device=leaf.device) @ sent
+    if graph.one_row:
+        senders = torch.from_numpy(graph.senders).to(leaf.device)
+        sent = flat if len(flat) == len(senders) else flat[senders]
+        weights = torch.from_numpy(graph.matrix.data).to(dtype=leaf.dtype, device=leaf.device)
+        row = weights @ sent
         return row.view(leaf.shape[1:]).expand(graph.clients, *leaf.shape[1:])
     product = _product(graph, leaf)
     width = CHUNK_BYTES // (leaf.element_size() * len(leaf))
@@ -54,7 +56,7 @@ def mix(graph: Graph, leaf: Tensor) -> Tensor:
 
 def _product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:
     """Rows [clients, width] → P · rows."""
-    if graph.clients <= DENSE_LIMIT and graph.links > DENSE_SHARE * graph.clients**2:
+    if graph.clients <= DENSE_LIMIT and links(graph) > DENSE_SHARE * graph.clients**2:
         dense = torch.from_numpy(graph.weights).to(dtype=leaf.dtype, device=leaf.device)
         return lambda rows: dense @ rows
     csr = graph.sparse

@@ -3,26 +3,30 @@
 `Vectorized` computes all clients of a chunk together (vmap: batched matrix products), which is what
 dense models like; `Sequential` binds the parameters of one client after the other to one module,
 which is what convolutional models like on a CPU (engine/workers.py: several at a time, each on a
-module of its own). Both give the same numbers up to rounding, and
-nothing above them can tell which one is at work.
+module of its own). Both give the same numbers up to rounding, and nothing above them can tell which
+one is at work.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Part
-from quiverfl.task import PerSample, Point, Task
+from quiverfl.task import PerSample, Point, Seen, Task
 from quiverfl.trees import Layout
 
+Losses = Callable[[Seen, Tensor, int], Tensor]
+"""(seen [k, n, …], targets [k, n, …], k) → one number per sample, [k, n]."""
 Gradient = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 """(k, inputs [k, n, …], targets [k, n, …], weights [k, n]) → gradients [k, size of the part].
 
@@ -39,19 +43,28 @@ class Program:
     shared: Layout
     personal: Layout
     loss: PerSample
+    head: str | None
 
     @classmethod
     def of(cls, task: Task, dtype: torch.dtype, device: torch.device) -> Program:
         module = copy.deepcopy(task.skeleton).to(dtype=dtype, device=device).eval()
-        return cls(
-            module.requires_grad_(False), task.shared_layout, task.personal_layout, task.loss
-        )
+        module.requires_grad_(False)
+        return cls(module, task.shared_layout, task.personal_layout, task.loss, task.head)
 
-    def head(self, name: str) -> Program:
-        """The personal submodule alone, as a program on the body's features."""
-        names = tuple(n.removeprefix(name + ".") for n in self.personal.names)
-        module = self.module.get_submodule(name)
-        return Program(module, Layout((), ()), Layout(names, self.personal.shapes), self.loss)
+    def another(self) -> Program:
+        """The same on a module of its own; what is the same for all clients is not copied."""
+        bound = {*self.shared.names, *self.personal.names}
+        same = [p for name, p in self.module.named_parameters() if name not in bound]
+        memo = {id(tensor): tensor for tensor in (*same, *self.module.buffers())}
+        module = copy.deepcopy(self.module, memo)
+        return Program(module, self.shared, self.personal, self.loss, self.head)
+
+    def head_alone(self) -> Program:
+        """The personal submodule as a program on the body's features."""
+        assert self.head is not None
+        names = tuple(n.removeprefix(self.head + ".") for n in self.personal.names)
+        module = self.module.get_submodule(self.head)
+        return Program(module, Layout((), ()), Layout(names, self.personal.shapes), self.loss, None)
 
     def named(self, point: Point) -> dict[str, Tensor]:
         return {**self.shared.split(point.shared), **self.personal.split(point.personal)}
@@ -61,6 +74,7 @@ class Program:
         """Where the module keeps its parameters: owner, attribute, name (one for tied ones)."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         every = list(self.module.named_parameters(remove_duplicate=False))
+        bound = {*self.shared.names, *self.personal.names}
         return tuple(
             (
                 self.module.get_submodule(name.rpartition(".")[0]),
@@ -68,12 +82,58 @@ class Program:
                 names[id(p)],
             )
             for name, p in every
+            if names[id(p)] in bound
         )
 
     def trained(self, part: Part) -> tuple[str, ...]:
         shared = self.shared.names if part != "personal" else ()
         personal = self.personal.names if part != "shared" else ()
         return shared + personal
+
+    def call(self, named: dict[str, Tensor] | None, x: Tensor, features: bool) -> Seen:
+        """One model on samples [n, …]: with these parameters, or with those bound to it."""
+
+        def outputs() -> Tensor:
+            if named is None:
+                found: Tensor = self.module(x)
+            else:
+                found = functional_call(self.module, named, (x,))
+            return found
+
+        if not features:
+            found = outputs()
+            return Seen(found, found.new_empty(0))
+        with self._captured() as calls:
+            found = outputs()
+        if len(calls) != 1 or calls[0] is None:
+            raise QuiverError(
+                f"the model's features are what its head {self.head!r} is given, but it calls the "
+                "head more than once or with more than one tensor: wrap the head in a module that "
+                "is called once, with the features."
+            )
+        return Seen(found, calls[0])
+
+    @contextmanager
+    def _captured(self) -> Iterator[list[Tensor | None]]:
+        """What the head is called with, for every call; None where that is not one tensor."""
+        if self.head is None:
+            raise QuiverError(
+                "this method needs the model's features, which are what its head is given: name "
+                "one submodule as personal, such as personal=('head',)."
+            )
+        calls: list[Tensor | None] = []
+
+        def note(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            one = len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor)
+            calls.append(arguments[0] if one else None)
+
+        hook = self.module.get_submodule(self.head).register_forward_pre_hook(
+            note, with_kwargs=True
+        )
+        try:
+            yield calls
+        finally:
+            hook.remove()
 
 
 class Executor(Protocol):
@@ -83,13 +143,17 @@ class Executor(Protocol):
     def chunk(self) -> int: ...
     @property
     def evaluated(self) -> int: ...
-    def outputs(self, program: Program, point: Point, x: Tensor) -> Tensor:
-        """Outputs [k, n, …] of k stacked models on inputs [k, n, …]."""
+    def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
+        """What k stacked models make of inputs [k, n, …]; nothing is differentiated."""
 
-    def features(self, program: Program, head: str, point: Point, x: Tensor) -> Tensor | None:
-        """What the head is given, [k, n, …]; None if the head is not the model's last step."""
-
-    def bind(self, program: Program, point: Point, part: Part) -> Gradient:
+    def bind(
+        self,
+        program: Program,
+        point: Point,
+        part: Part,
+        losses: Losses | None = None,
+        features: bool = False,
+    ) -> Gradient:
         """The gradient of one part at these stacked parameters, which may change in place."""
 
 
@@ -100,37 +164,28 @@ class Vectorized:
     chunk: int = 25
     evaluated: int = 100
 
-    def outputs(self, program: Program, point: Point, x: Tensor) -> Tensor:
+    def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
         with torch.no_grad():
-            return _stacked(program.module, program.named(point), x)
+            return _stacked(program, program.named(point), x, features)
 
-    def features(self, program: Program, head: str, point: Point, x: Tensor) -> Tensor | None:
-        named = program.named(point)
-        with torch.no_grad(), _Captured(program.module.get_submodule(head)) as captured:
-
-            def both(named: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
-                captured.inputs.clear()
-                outputs = functional_call(program.module, named, (x,))
-                return (outputs, *captured.inputs)
-
-            found = torch.vmap(both)(named, x)
-        if len(found) != 2:
-            return None
-        own = program.head(head)
-        with torch.no_grad():
-            again = _stacked(own.module, own.personal.split(point.personal), found[1])
-        return found[1] if torch.equal(again, found[0]) else None
-
-    def bind(self, program: Program, point: Point, part: Part) -> Gradient:
+    def bind(
+        self,
+        program: Program,
+        point: Point,
+        part: Part,
+        losses: Losses | None = None,
+        features: bool = False,
+    ) -> Gradient:
         named = program.named(point)
         trained = program.trained(part)
+        losses = losses or task_losses(program.loss)
 
         def gradient(k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
             leaves = [named[name][:k].detach().requires_grad_() for name in trained]
             parameters = {name: tensor[:k] for name, tensor in named.items()}
             parameters.update(zip(trained, leaves, strict=True))
-            outputs = _stacked(program.module, parameters, x)
-            return _flat_gradient(_total_loss(program.loss, outputs, y, weights), leaves, k)
+            seen = _stacked(program, parameters, x, features)
+            return _flat_gradient(_total(losses(seen, y, k), weights), leaves, k)
 
         return gradient
 
@@ -143,29 +198,26 @@ class Sequential:
     evaluated: int = 1
     image_format: torch.memory_format = torch.channels_last
 
-    def outputs(self, program: Program, point: Point, x: Tensor) -> Tensor:
+    def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
         _bind(program, program.named(Point(*(part[0] for part in point))), ())
         with torch.no_grad():
-            outputs: Tensor = program.module(self._laid_out(x[0]))
-        return outputs.unsqueeze(0)
+            return _one(program.call(None, self._laid_out(x[0]), features))
 
-    def features(self, program: Program, head: str, point: Point, x: Tensor) -> Tensor | None:
-        module = program.module.get_submodule(head)
-        with _Captured(module) as captured:
-            outputs = self.outputs(program, point, x)[0]
-        if len(captured.inputs) != 1:
-            return None
-        with torch.no_grad():
-            same = torch.equal(module(captured.inputs[0]), outputs)
-        return captured.inputs[0].unsqueeze(0) if same else None
-
-    def bind(self, program: Program, point: Point, part: Part) -> Gradient:
+    def bind(
+        self,
+        program: Program,
+        point: Point,
+        part: Part,
+        losses: Losses | None = None,
+        features: bool = False,
+    ) -> Gradient:
         named = program.named(Point(*(part[0] for part in point)))
         leaves = _bind(program, named, program.trained(part))
+        losses = losses or task_losses(program.loss)
 
         def gradient(k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
-            outputs = program.module(self._laid_out(x[0])).unsqueeze(0)
-            return _flat_gradient(_total_loss(program.loss, outputs, y, weights), leaves, 1)
+            seen = _one(program.call(None, self._laid_out(x[0]), features))
+            return _flat_gradient(_total(losses(seen, y, 1), weights), leaves, 1)
 
         return gradient
 
@@ -175,9 +227,8 @@ class Sequential:
 
 def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
     """`auto`: together, unless the model is convolutional and computed on a CPU."""
-    convolutional = any(isinstance(m, nn.modules.conv._ConvNd) for m in task.skeleton.modules())
     if name == "auto":
-        name = "sequential" if convolutional and device.type == "cpu" else "vectorized"
+        name = "sequential" if is_convolutional(task) and device.type == "cpu" else "vectorized"
     if name == "vectorized":
         return Vectorized()
     # Convolutions are faster with channels last; PyTorch's GroupNorm is three times slower there.
@@ -185,14 +236,34 @@ def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
     return Sequential(image_format=torch.contiguous_format if normed else torch.channels_last)
 
 
-def _stacked(module: nn.Module, named: dict[str, Tensor], x: Tensor) -> Tensor:
-    outputs: Tensor = torch.vmap(lambda p, x: functional_call(module, p, (x,)))(named, x)
-    return outputs
+def is_convolutional(task: Task) -> bool:
+    return any(isinstance(m, nn.modules.conv._ConvNd) for m in task.skeleton.modules())
 
 
-def _total_loss(loss: PerSample, outputs: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+def task_losses(loss: PerSample) -> Losses:
+    """The task's loss on all clients' samples at once."""
+
+    def losses(seen: Seen, y: Tensor, k: int) -> Tensor:
+        return loss(seen.outputs.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+
+    return losses
+
+
+def _stacked(program: Program, named: dict[str, Tensor], x: Tensor, features: bool) -> Seen:
+    if not features:
+        call: Callable[..., Tensor] = lambda p, x: functional_call(program.module, p, (x,))  # noqa: E731
+        outputs: Tensor = torch.vmap(call)(named, x)
+        return Seen(outputs, outputs.new_empty(0))
+    seen: Seen = torch.vmap(lambda p, x: program.call(p, x, features))(named, x)
+    return seen
+
+
+def _one(seen: Seen) -> Seen:
+    return Seen(*(tensor.unsqueeze(0) for tensor in seen))
+
+
+def _total(losses: Tensor, weights: Tensor | None) -> Tensor:
     """The sum over clients of the mean over samples: its gradient is each client's own."""
-    losses = loss(outputs.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
     if weights is None:
         return losses.mean(dim=1).sum()
     return ((losses * weights).sum(dim=1) / weights.sum(dim=1)).sum()
@@ -214,20 +285,3 @@ def _bind(program: Program, named: dict[str, Tensor], trained: tuple[str, ...]) 
     for owner, leaf, name in program.places:
         owner._parameters[leaf] = bound[name]
     return [bound[name] for name in trained]
-
-
-class _Captured:
-    """Keeps what a submodule is called with."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.inputs: list[Tensor] = []
-
-    def __enter__(self) -> _Captured:
-        self._hook = self._module.register_forward_pre_hook(
-            lambda _, arguments: self.inputs.append(arguments[0])
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()

@@ -55,7 +55,7 @@ def side_by_side(work: Callable[[Item], None], items: Iterable[Item], workers: i
         _here.place, _here.halt = next(places), halt
 
     def begun(item: Item) -> None:
-        check()
+        stop_if_halted()
         work(item)
 
     with ThreadPoolExecutor(workers, "worker", initializer=begin) as pool:
@@ -74,12 +74,12 @@ def side_by_side(work: Callable[[Item], None], items: Iterable[Item], workers: i
             torch.set_num_threads(threads)
 
 
-def place() -> int:
+def worker_place() -> int:
     """Which of the workers this is; 0 outside of them, as nothing else is at work there then."""
     return _here.place
 
 
-def check() -> None:
+def stop_if_halted() -> None:
     """Called between the steps of long work: ends it if the whole has been broken off."""
     if _here.halt is not None and _here.halt.is_set():
         raise Halted

@@ -1,4 +1,4 @@
-"""What a method is: a few pure functions, written for one client.
+"""What a method is: what it declares, and a few pure functions written for one client.
 
     init      the state a client starts with
     phases    what it does in a round before it sends, as data: the engine owns every loop
@@ -9,28 +9,27 @@
     payload   (optional) the bytes of a message that is not sent whole
 
 Tensors carry no client axis here. The engine lifts these functions over stacked clients, so they
-may use nothing but tensor operations: no loop over clients, no branch on a tensor's value.
+use tensor operations only: no loop over clients, no branch on a tensor's value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
-from quiverfl.errors import QuiverError
-from quiverfl.task import Point, Task
+from quiverfl.methods.options import check_options
+from quiverfl.methods.state import State
+from quiverfl.task import Point, Seen, Task
 from quiverfl.training import Training
 
 Message: TypeAlias = dict[str, Tensor]
 Part: TypeAlias = Literal["shared", "personal", "whole"]
-State: TypeAlias = Any
-"""A NamedTuple of tensors, declared by each method. The last word of a field's name tells its kind:
-`u` or `…_u` lies like the shared part, `v` or `…_v` like the personal one; others are scalars."""
+S = TypeVar("S", bound=State, default=Any)
 
 
 @dataclass(frozen=True)
@@ -41,115 +40,146 @@ class Start:
     common: Point  # the initial parameters all clients could agree on
     samples: int  # how many training samples it holds
     random: np.random.Generator  # its own stream
+    features: tuple[int, ...]  # shape of what the head is given for one sample; () if unknown
+    outputs: tuple[int, ...]  # shape of what the model says of one sample
+
+
+class Trained(NamedTuple):
+    """What a Train phase reached: the model, and what it took."""
+
+    shared: Tensor
+    personal: Tensor
+    steps: Tensor  # steps this client took
+    rate: Tensor  # η of the round
+    share: Tensor  # of all clients, those who train in this round: |S| / N
+
+    @property
+    def point(self) -> Point:
+        return Point(self.shared, self.personal)
 
 
 @dataclass(frozen=True)
-class Train:
-    """SGD on one part of the model for some epochs; the rest is not even differentiated."""
+class Lookahead(Generic[S]):
+    """A first gradient says where the second one, which is stepped along, is taken (SAM, MAML)."""
+
+    to: Callable[[Point, Point, S], Point]
+    """(gradient, point, state) → point. An untrained part's gradient is an empty tensor."""
+    halves: bool = False
+    """The first gradient on the first half of the batch, the second on the rest."""
+
+
+@dataclass(frozen=True)
+class Loss(Generic[S]):
+    """A loss of the method's own, in place of the task's."""
+
+    of: Callable[[Seen, Tensor, S, tuple[Seen, ...]], Tensor]
+    """(seen, targets, state, what the teachers saw) → one number per sample, [n]."""
+    features: bool = False
+    """Whether it looks at what the head is given."""
+    teachers: Callable[[S], tuple[Point, ...]] | None = None
+    """Models that look at the same batch and are not trained."""
+
+
+@dataclass(frozen=True)
+class Train(Generic[S]):
+    """Steps on one part of the model; the rest is not even differentiated."""
 
     part: Part
-    epochs: int
-    point: Callable[[State], Point]
-    """Where the gradient is taken, and what is stepped."""
-    absorb: Callable[[State, Point], State]
-    """The state after training, from the trained point."""
-    gradient: Callable[[Point, Point, State], Point] | None = None
-    """(gradient, point, state) → gradient, before clipping and decay. The gradient of a part that
-    is not trained is an empty tensor."""
-    scale: Callable[[State], Tensor] | None = None
+    point: Callable[[S], Point]
+    """What is stepped, and where its gradient is taken."""
+    absorb: Callable[[S, Trained], S]
+    """The state after training. The one given to it is the state before."""
+    epochs: int | None = None
+    steps: int | None = None
+    """One of the two; neither inside Interleaved."""
+    repeats: int = 1
+    """Steps on the same batch before the next one."""
+    gradient: Callable[[Point, Point, S], Point] | None = None
+    """(gradient, point, state) → gradient, before clipping and decay."""
+    at: Callable[[Point, S], Point] | None = None
+    """(point, state) → where the gradient is taken, if not there; the trained part of it."""
+    lookahead: Lookahead[S] | None = None
+    loss: Loss[S] | None = None
+    scale: Callable[[S], Tensor] | None = None
     """Factor on the step: 1/μ for push-sum, where the engine steps z = u/μ."""
     personal_rate: bool = False
-    """Step the personal part with Training.personal_lr."""
+    """Step the personal part (if it is all that is trained, or with it) with personal_lr."""
     sent: bool = True
     """Whether this phase trains what is sent: `epochs_per_client` then replaces `epochs`."""
     settings: Callable[[Training], Training] | None = None
     """Other optimizer settings for this phase only."""
+    keep_optimizer: bool = False
+    """Momentum and the like live on to the next round; they start afresh otherwise."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a Once step may know beside the state."""
+    """What a Once step may know besides the state."""
 
     round: int
     rounds: int  # as planned, T
-    noise: Tensor  # uniform in [0, 1), one number per parameter, shared part first
-    gradient: Point | None  # of the plain loss at `personal(state)` on one mini-batch, if asked for
+    training: Training
+    share: float  # of all clients, those who train in this round: |S| / N
+    gradient: Point | None = None  # of the plain loss on one batch
+    statistics: Message | None = None
+    noise: Tensor | None = None  # uniform in [0, 1), one per parameter, the shared part first
+
+    @property
+    def rate(self) -> float:
+        """η of the round."""
+        return self.training.rate(self.round)
 
 
 @dataclass(frozen=True)
-class Once:
-    """One step without a loop, such as choosing a new mask. Run for one client at a time."""
+class Once(Generic[S]):
+    """One step without a loop. What it asks for is computed; what it does not costs nothing."""
 
-    step: Callable[[State, Moment], State]
+    step: Callable[[S, Moment], S]
     gradient: bool = False
-    """Whether the step wants Moment.gradient."""
+    noise: bool = False
+    statistics: Callable[[Seen, Tensor, Tensor, S], Message] | None = None
+    """(seen, targets, weights, state) → sums over samples, of all the client's training samples.
+    Padding has weight 0."""
+    at: Callable[[S], Point] | None = None
+    """The model that gradient and statistics look through; `personal` unless given."""
+    one_by_one: bool = False
+    """For a step that branches on values: one client at a time, slowly."""
 
 
-Phase: TypeAlias = Train | Once
+@dataclass(frozen=True)
+class Interleaved(Generic[S]):
+    """Phases that take turns on every batch, each with the state that the one before left."""
+
+    phases: tuple[Train[S] | Once[S], ...]
+    epochs: int | None = None
+    steps: int | None = None
+    sent: bool = True
 
 
-class Method(Protocol):
-    """A frozen dataclass of hyper-parameters with these functions."""
+Phase: TypeAlias = Train[S] | Once[S] | Interleaved[S]
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def title(self) -> str:
-        """The name as papers print it."""
 
-    @property
-    def carries_mass(self) -> bool:
-        """Whether the message carries its own denominator's mass, so that columns may sum to 1."""
+class Method(Protocol[S]):
+    """A frozen dataclass of options with these functions. Inherit it for the defaults."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]  # as papers print it
+    topology: ClassVar[str] = "random_regular"  # what "auto" means for it
+    mass: ClassVar[str | None] = None
+    """The leaf of state and message that is push-sum's weight, so that columns may sum to 1."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Keys of [training] it has no use for; users are told."""
 
     @property
     def delay(self) -> int:
         """Rounds a message from another client takes; carried out by the exchange."""
+        return 0
 
-    def init(self, task: Task, start: Start) -> State: ...
-    def phases(self, task: Task) -> tuple[Phase, ...]: ...
-    def message(self, state: State) -> Message: ...
-    def merge(self, state: State, mixed: Message) -> State: ...
-    def personal(self, state: State) -> Point: ...
+    def __post_init__(self) -> None:
+        check_options(self)
 
-
-@runtime_checkable
-class Adapts(Protocol):
-    """A method whose models are fine-tuned, on a copy, before they are evaluated."""
-
-    def adapt(self, task: Task) -> Train: ...
-
-
-@runtime_checkable
-class Weighs(Protocol):
-    """A method whose messages take fewer bytes than their tensors, such as sparse ones."""
-
-    def payload(self, message: Message) -> Tensor: ...
-
-
-def options_of(method: Method) -> dict[str, Any]:
-    """What a method was made with, by name; nothing if it is not a data class."""
-    if is_dataclass(method) and not isinstance(method, type):
-        return asdict(method)
-    return {}
-
-
-def adaptation(method: Method, task: Task) -> Train | None:
-    return method.adapt(task) if isinstance(method, Adapts) else None
-
-
-def payload(method: Method, message: Message) -> Tensor:
-    """Bytes the message of one client takes on the network, as a scalar tensor."""
-    return method.payload(message) if isinstance(method, Weighs) else dense_bytes(message)
-
-
-def dense_bytes(message: Message) -> Tensor:
-    """Bytes of a message that is sent whole."""
-    return torch.tensor(sum(leaf.numel() * leaf.element_size() for leaf in message.values()))
-
-
-def check_epochs(method: Any) -> None:
-    """Refuse numbers of epochs that are not whole or negative."""
-    for field in fields(method):
-        value = getattr(method, field.name)
-        if field.name.endswith("epochs") and (not isinstance(value, int) or value < 0):
-            raise QuiverError(f"method.{field.name} = {value!r}: it must be a whole number ≥ 0.")
+    def init(self, task: Task, start: Start) -> S: ...
+    def phases(self, task: Task) -> tuple[Phase[S], ...]: ...
+    def message(self, state: S) -> Message: ...
+    def merge(self, state: S, mixed: Message) -> S: ...
+    def personal(self, state: S) -> Point: ...

@@ -12,44 +12,33 @@ Sun, Li and Wang, "Decentralized Federated Averaging", TPAMI 2022, Algorithm 1 (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.plain import PlainState
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.state import Model
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class DFedAvgM:
-    epochs: int = 5
+class DFedAvgM(Method[Model]):
+    epochs: Count = 5
 
-    name: ClassVar[str] = "dfedavgm"
-    title: ClassVar[str] = "DFedAvgM"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
+    name = "dfedavgm"
+    title = "DFedAvgM"
 
-    def __post_init__(self) -> None:
-        check_epochs(self)
-
-    def init(self, task: Task, start: Start) -> PlainState:
-        return PlainState(*start.point)
+    def init(self, task: Task, start: Start) -> Model:
+        return Model(*start.point)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
-        return (
-            Train(
-                part="whole",
-                epochs=self.epochs,
-                point=self.personal,
-                absorb=lambda state, point: PlainState(*point),
-            ),
-        )
+        return (train_whole(self.epochs),)
 
-    def message(self, state: PlainState) -> Message:
+    def message(self, state: Model) -> Message:
         return {"u": state.u, "v": state.v}
 
-    def merge(self, state: PlainState, mixed: Message) -> PlainState:
+    def merge(self, state: Model, mixed: Message) -> Model:
         """x(i) ← Σ_l w_{i,l} z(l)."""
-        return PlainState(u=mixed["u"], v=mixed["v"])
+        return Model(u=mixed["u"], v=mixed["v"])
 
-    def personal(self, state: PlainState) -> Point:
-        return Point(state.u, state.v)
+    def personal(self, state: Model) -> Point:
+        return model(state)

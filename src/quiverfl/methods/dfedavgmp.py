@@ -13,53 +13,36 @@ what direction adds; without it both parts are trained jointly for `shared_epoch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.plain import PlainState
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count
+from quiverfl.methods.parts import model, train_personal, train_shared, train_whole
+from quiverfl.methods.state import Model
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class DFedAvgMP:
-    personal_epochs: int = 1
-    shared_epochs: int = 5
+class DFedAvgMP(Method[Model]):
+    personal_epochs: Count = 1
+    shared_epochs: Count = 5
     alternating: bool = True
 
-    name: ClassVar[str] = "dfedavgmp"
-    title: ClassVar[str] = "DFedAvgM-P"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
+    name = "dfedavgmp"
+    title = "DFedAvgM-P"
 
-    def __post_init__(self) -> None:
-        check_epochs(self)
-
-    def init(self, task: Task, start: Start) -> PlainState:
-        return PlainState(*start.point)
+    def init(self, task: Task, start: Start) -> Model:
+        return Model(*start.point)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
-        train_personal = Train(
-            part="personal",
-            epochs=self.personal_epochs,
-            point=self.personal,
-            absorb=lambda state, point: PlainState(*point),
-            personal_rate=True,
-            sent=False,
-        )
-        train_shared = Train(
-            part="shared" if self.alternating else "whole",
-            epochs=self.shared_epochs,
-            point=self.personal,
-            absorb=lambda state, point: PlainState(*point),
-            personal_rate=not self.alternating,
-        )
-        return (train_personal, train_shared) if self.alternating else (train_shared,)
+        if not self.alternating:
+            return (train_whole(self.shared_epochs, personal_rate=True),)
+        return train_personal(self.personal_epochs), train_shared(self.shared_epochs)
 
-    def message(self, state: PlainState) -> Message:
+    def message(self, state: Model) -> Message:
         return {"u": state.u}
 
-    def merge(self, state: PlainState, mixed: Message) -> PlainState:
-        return PlainState(u=mixed["u"], v=state.v)
+    def merge(self, state: Model, mixed: Message) -> Model:
+        return Model(u=mixed["u"], v=state.v)
 
-    def personal(self, state: PlainState) -> Point:
-        return Point(state.u, state.v)
+    def personal(self, state: Model) -> Point:
+        return model(state)

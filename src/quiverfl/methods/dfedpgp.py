@@ -1,7 +1,7 @@
 """DFedPGP: decentralized federated partial gradient push.
 
 Liu et al., "Decentralized Directed Collaboration for Personalized Federated Learning", CVPR 2024.
-Line numbers are those of its Algorithm 1.
+Line numbers are those of its Algorithm 1 as printed, where `end` lines count.
 
     paper      here             meaning
     u_i        state.u          shared parameters, as push-sum carries them (biased)
@@ -21,46 +21,38 @@ rows sum to 1, μ stays 1 and de-biasing does nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.pushsum import (
-    PushSumState,
-    bias,
-    check_floor,
-    debias,
-    started,
-    step_scale,
-)
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count, Positive
+from quiverfl.methods.pushsum import PushSumState, bias, debias, step_scale, unit_mass
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class DFedPGP:
-    personal_epochs: int = 1
-    shared_epochs: int = 5
-    step_floor: float | None = None
+class DFedPGP(Method[PushSumState]):
+    personal_epochs: Count = 1
+    shared_epochs: Count = 5
+    step_floor: Positive | None = None
 
-    name: ClassVar[str] = "dfedpgp"
-    title: ClassVar[str] = "DFedPGP"
-    carries_mass: ClassVar[bool] = True
-    delay: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        check_floor(self.step_floor)
+    name = "dfedpgp"
+    title = "DFedPGP"
+    topology = "random_push"
+    mass = "mu"
 
     def init(self, task: Task, start: Start) -> PushSumState:
         """Line 1: z⁰ = u⁰, μ⁰ = 1."""
-        return started(start)
+        return PushSumState(*start.point, mu=unit_mass(start))
 
-    def phases(self, task: Task) -> tuple[Train, ...]:
-        """Lines 5-8: v at fixed z. Lines 9-12: u at fixed v, its gradient taken at z."""
+    def phases(self, task: Task) -> tuple[Train[PushSumState], ...]:
+        """Lines 5-8: v at fixed z. Lines 9-12: u at fixed v, its gradient taken at z.
+
+        Stepping u by η is stepping z = u/μ by η/μ (lines 10 and 11): the engine steps z.
+        """
         train_personal = Train(
             part="personal",
             epochs=self.personal_epochs,
             point=self.personal,
-            absorb=lambda state, point: state._replace(v=point.personal),
+            absorb=lambda state, trained: state._replace(v=trained.personal),
             personal_rate=True,
             sent=False,
         )
@@ -68,19 +60,19 @@ class DFedPGP:
             part="shared",
             epochs=self.shared_epochs,
             point=self.personal,
-            absorb=lambda state, point: state._replace(u=bias(point.shared, state.mu)),
+            absorb=lambda state, trained: state._replace(u=bias(trained.shared, state.mu)),
             scale=lambda state: step_scale(state.mu, self.step_floor),
         )
         return train_personal, train_shared
 
     def message(self, state: PushSumState) -> Message:
-        """Line 13: what is pushed, before the exchange weighs it with p."""
+        """Line 14: what is pushed, before the exchange weighs it with p."""
         return {"u": state.u, "mu": state.mu}
 
     def merge(self, state: PushSumState, mixed: Message) -> PushSumState:
-        """Lines 14-15: the sums of what arrived, one's own share included."""
+        """Lines 15-16: the sums of what arrived, with its own share."""
         return state._replace(u=mixed["u"], mu=mixed["mu"])
 
     def personal(self, state: PushSumState) -> Point:
-        """Line 16 and the output: (z, v)."""
+        """Line 17 and the output: (z, v)."""
         return Point(debias(state.u, state.mu), state.v)

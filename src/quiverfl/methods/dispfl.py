@@ -19,49 +19,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.methods.contract import Message, Moment, Once, Phase, Start, Train, check_epochs
+from quiverfl.methods.contract import Message, Method, Moment, Once, Phase, Start
 from quiverfl.methods.masks import erk_counts, random_mask, regrown
+from quiverfl.methods.options import Count, Fraction, UnitInterval
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.state import Personal, Shared
 from quiverfl.task import Point, Task
 from quiverfl.trees import Layout
 
 
 class DisPFLState(NamedTuple):
-    u: Tensor
-    v: Tensor
-    mask_u: Tensor
-    mask_v: Tensor
-    next_mask_u: Tensor
-    next_mask_v: Tensor
+    u: Shared
+    v: Personal
+    mask_u: Shared
+    mask_v: Personal
+    next_mask_u: Shared
+    next_mask_v: Personal
 
 
 @dataclass(frozen=True)
-class DisPFL:
-    epochs: int = 5
-    density: float = 0.5
-    prune_rate: float = 0.5
+class DisPFL(Method[DisPFLState]):
+    epochs: Count = 5
+    density: Fraction = 0.5
+    prune_rate: UnitInterval = 0.5
     regrow: Literal["random", "gradient"] = "random"
 
-    name: ClassVar[str] = "dispfl"
-    title: ClassVar[str] = "Dis-PFL"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        if not 0 < self.density <= 1:
-            raise QuiverError(f"method.density = {self.density}: it must be in (0, 1].")
-        if not 0 <= self.prune_rate <= 1:
-            raise QuiverError(f"method.prune_rate = {self.prune_rate}: it must be in [0, 1].")
-        if self.regrow not in ("random", "gradient"):
-            raise QuiverError(
-                f"method.regrow = {self.regrow!r}: {nearest(self.regrow, ('random', 'gradient'))}"
-            )
+    name = "dispfl"
+    title = "Dis-PFL"
 
     def init(self, task: Task, start: Start) -> DisPFLState:
         """Equal weights times the client's own random mask of Erdős–Rényi-kernel densities."""
@@ -74,18 +63,16 @@ class DisPFL:
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """Masked gradients keep masked weights at zero: no other projection is needed."""
-        train = Train(
-            part="whole",
-            epochs=self.epochs,
-            point=self.personal,
-            absorb=lambda state, point: state._replace(u=point.shared, v=point.personal),
+        train = train_whole(
+            self.epochs,
             gradient=lambda gradient, _, state: Point(
                 gradient.shared * state.mask_u, gradient.personal * state.mask_v
             ),
         )
-        search = Once(
+        search: Once[DisPFLState] = Once(
             step=lambda state, moment: self._search(task, state, moment),
             gradient=self.regrow == "gradient",
+            noise=self.regrow == "random",
         )
         return train, search
 
@@ -94,10 +81,11 @@ class DisPFL:
 
     def _search(self, task: Task, state: DisPFLState, moment: Moment) -> DisPFLState:
         """Mask search: prune the smallest, regrow as many, tensor by tensor."""
-        scores = moment.noise
-        if self.regrow == "gradient":
-            assert moment.gradient is not None
+        if moment.gradient is not None:
             scores = torch.cat(moment.gradient).abs()
+        else:
+            assert moment.noise is not None
+            scores = moment.noise
         rate = self.pruning_rate(moment.round, moment.rounds)
         mask = regrown(
             _whole(task),
@@ -118,11 +106,10 @@ class DisPFL:
         next_u, next_v = state.next_mask_u, state.next_mask_v
         u = _masked_mean(mixed["u"], mixed["mask_u"]) * next_u
         v = _masked_mean(mixed["v"], mixed["mask_v"]) * next_v
-        # Copies: the masks are sent, and what is sent is given away.
-        return DisPFLState(u, v, next_u.clone(), next_v.clone(), next_u, next_v)
+        return DisPFLState(u, v, next_u, next_v, next_u, next_v)
 
     def personal(self, state: DisPFLState) -> Point:
-        return Point(state.u, state.v)
+        return model(state)
 
     def payload(self, message: Message) -> Tensor:
         """The kept weights, and one bit of mask per weight."""

@@ -18,47 +18,34 @@ it is what is evaluated at both stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
-
-from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.server import (
-    Weighting,
-    averaged,
-    check_weighting,
-    sample_weight,
-    weighted,
-)
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count, NotNegative
+from quiverfl.methods.parts import train_whole
+from quiverfl.methods.server import Weighting, averaged, sample_weight, weighted
+from quiverfl.methods.state import Personal, Scalar, Shared
 from quiverfl.task import Point, Task
 
 
 class DittoState(NamedTuple):
-    u: Tensor  # global model, shared part
-    v: Tensor  # global model, personal part
-    theta_u: Tensor  # personal model
-    theta_v: Tensor
-    samples: Tensor
+    u: Shared  # global model
+    v: Personal
+    theta_u: Shared  # personal model
+    theta_v: Personal
+    samples: Scalar
 
 
 @dataclass(frozen=True)
-class Ditto:
-    epochs: int = 5
-    personal_epochs: int = 5
-    proximal: float = 0.75
+class Ditto(Method[DittoState]):
+    epochs: Count = 5
+    personal_epochs: Count = 5
+    proximal: NotNegative = 0.75
     weighting: Weighting = "samples"
 
-    name: ClassVar[str] = "ditto"
-    title: ClassVar[str] = "Ditto"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        check_weighting(self.weighting)
-        if not self.proximal >= 0:
-            raise QuiverError(f"method.proximal = {self.proximal}: it must be 0 or more.")
+    name = "ditto"
+    title = "Ditto"
+    topology = "star"
 
     def init(self, task: Task, start: Start) -> DittoState:
         samples = sample_weight(start, self.weighting)
@@ -75,13 +62,7 @@ class Ditto:
             gradient=self._regularized,
             sent=False,
         )
-        train_global = Train(
-            part="whole",
-            epochs=self.epochs,
-            point=lambda state: Point(state.u, state.v),
-            absorb=lambda state, point: state._replace(u=point.shared, v=point.personal),
-        )
-        return train_personal, train_global
+        return train_personal, train_whole(self.epochs)
 
     def _regularized(self, gradient: Point, theta: Point, state: DittoState) -> Point:
         """∇F_k(v_k) + λ (v_k - w^t)."""

@@ -15,47 +15,29 @@ receives the new model. Stage `local` is the last model a client trained itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.server import (
-    ServerState,
-    Weighting,
-    averaged,
-    check_weighting,
-    sample_weight,
-    weighted,
-)
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class FedAvg:
-    epochs: int = 5
+class FedAvg(Method[ServerState]):
+    epochs: Count = 5
     weighting: Weighting = "samples"
 
-    name: ClassVar[str] = "fedavg"
-    title: ClassVar[str] = "FedAvg"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        check_weighting(self.weighting)
+    name = "fedavg"
+    title = "FedAvg"
+    topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
         return ServerState(*start.point, samples=sample_weight(start, self.weighting))
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         """ClientUpdate(k, w): E epochs of SGD on the whole model."""
-        return (
-            Train(
-                part="whole",
-                epochs=self.epochs,
-                point=lambda state: Point(state.u, state.v),
-                absorb=lambda state, point: state._replace(u=point.shared, v=point.personal),
-            ),
-        )
+        return (train_whole(self.epochs),)
 
     def message(self, state: ServerState) -> Message:
         return weighted(state.samples, u=state.u, v=state.v)
@@ -65,4 +47,4 @@ class FedAvg:
         return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
 
     def personal(self, state: ServerState) -> Point:
-        return Point(state.u, state.v)
+        return model(state)

@@ -16,53 +16,32 @@ both stages, with a learning rate that does not decay and batches that do not de
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.server import (
-    ServerState,
-    Weighting,
-    averaged,
-    check_weighting,
-    sample_weight,
-    weighted,
-)
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count, Positive
+from quiverfl.methods.parts import model, train_shared
+from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
 
 
 @dataclass(frozen=True)
-class FedBABU:
-    epochs: int = 5
-    finetune_epochs: int = 5
-    finetune_lr: float = 1e-3
+class FedBABU(Method[ServerState]):
+    epochs: Count = 5
+    finetune_epochs: Count = 5
+    finetune_lr: Positive = 1e-3
     weighting: Weighting = "samples"
 
-    name: ClassVar[str] = "fedbabu"
-    title: ClassVar[str] = "FedBABU"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        check_weighting(self.weighting)
-        if not self.finetune_lr > 0:
-            raise QuiverError(f"method.finetune_lr = {self.finetune_lr}: it must be positive.")
+    name = "fedbabu"
+    title = "FedBABU"
+    topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
         samples = sample_weight(start, self.weighting)
         return ServerState(u=start.point.shared, v=start.common.personal, samples=samples)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
-        return (
-            Train(
-                part="shared",
-                epochs=self.epochs,
-                point=self.personal,
-                absorb=lambda state, point: state._replace(u=point.shared),
-            ),
-        )
+        return (train_shared(self.epochs),)
 
     def message(self, state: ServerState) -> Message:
         return weighted(state.samples, u=state.u)
@@ -71,15 +50,15 @@ class FedBABU:
         return state._replace(u=averaged(mixed, "u"))
 
     def personal(self, state: ServerState) -> Point:
-        return Point(state.u, state.v)
+        return model(state)
 
-    def adapt(self, task: Task) -> Train:
+    def adapt(self, task: Task) -> Train[Point]:
         """Fine-tuning of the copy that is evaluated: the state here is that copy."""
         return Train(
             part="whole",
             epochs=self.finetune_epochs,
             point=lambda copy: copy,
-            absorb=lambda _, tuned: tuned,
+            absorb=lambda _, tuned: tuned.point,
             settings=self._finetuning,
         )
 
@@ -91,4 +70,6 @@ class FedBABU:
             momentum=0.9,
             weight_decay=0.0,
             clip_norm=None,
+            optimizer="sgd",
+            nesterov=False,
         )

@@ -13,48 +13,29 @@ Difference from the paper: here 10 of 100 clients take part in a round, there al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.server import (
-    ServerState,
-    Weighting,
-    averaged,
-    check_weighting,
-    sample_weight,
-    weighted,
-)
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class FedPer:
-    epochs: int = 5
+class FedPer(Method[ServerState]):
+    epochs: Count = 5
     weighting: Weighting = "samples"
 
-    name: ClassVar[str] = "fedper"
-    title: ClassVar[str] = "FedPer"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        check_weighting(self.weighting)
+    name = "fedper"
+    title = "FedPer"
+    topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
         return ServerState(*start.point, samples=sample_weight(start, self.weighting))
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         """Both parts in every step; the gradient is clipped over both together."""
-        return (
-            Train(
-                part="whole",
-                epochs=self.epochs,
-                point=self.personal,
-                absorb=lambda state, point: state._replace(u=point.shared, v=point.personal),
-                personal_rate=True,
-            ),
-        )
+        return (train_whole(self.epochs, personal_rate=True),)
 
     def message(self, state: ServerState) -> Message:
         return weighted(state.samples, u=state.u)
@@ -63,4 +44,4 @@ class FedPer:
         return state._replace(u=averaged(mixed, "u"))
 
     def personal(self, state: ServerState) -> Point:
-        return Point(state.u, state.v)
+        return model(state)

@@ -15,54 +15,29 @@ A frozen part is not differentiated, so neither weight decay nor momentum can mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.server import (
-    ServerState,
-    Weighting,
-    averaged,
-    check_weighting,
-    sample_weight,
-    weighted,
-)
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count
+from quiverfl.methods.parts import model, train_personal, train_shared
+from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class FedRep:
-    personal_epochs: int = 10
-    shared_epochs: int = 5
+class FedRep(Method[ServerState]):
+    personal_epochs: Count = 10
+    shared_epochs: Count = 5
     weighting: Weighting = "samples"
 
-    name: ClassVar[str] = "fedrep"
-    title: ClassVar[str] = "FedRep"
-    carries_mass: ClassVar[bool] = False
-    delay: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        check_weighting(self.weighting)
+    name = "fedrep"
+    title = "FedRep"
+    topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
         return ServerState(*start.point, samples=sample_weight(start, self.weighting))
 
     def phases(self, task: Task) -> tuple[Train, ...]:
-        train_head = Train(
-            part="personal",
-            epochs=self.personal_epochs,
-            point=self.personal,
-            absorb=lambda state, point: state._replace(v=point.personal),
-            personal_rate=True,
-            sent=False,
-        )
-        train_body = Train(
-            part="shared",
-            epochs=self.shared_epochs,
-            point=self.personal,
-            absorb=lambda state, point: state._replace(u=point.shared),
-        )
-        return train_head, train_body
+        return train_personal(self.personal_epochs), train_shared(self.shared_epochs)
 
     def message(self, state: ServerState) -> Message:
         return weighted(state.samples, u=state.u)
@@ -71,4 +46,4 @@ class FedRep:
         return state._replace(u=averaged(mixed, "u"))
 
     def personal(self, state: ServerState) -> Point:
-        return Point(state.u, state.v)
+        return model(state)

@@ -7,43 +7,33 @@ paper      here        meaning
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.pushsum import PushSumState, started
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.state import Model
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class Local:
-    epochs: int = 5
+class Local(Method[Model]):
+    epochs: Count = 5
 
-    name: ClassVar[str] = "local"
-    title: ClassVar[str] = "Local"
-    carries_mass: ClassVar[bool] = True  # it sends nothing, so any weights will do
-    delay: ClassVar[int] = 0
+    name = "local"
+    title = "Local"
+    topology = "isolated"
 
-    def __post_init__(self) -> None:
-        check_epochs(self)
-
-    def init(self, task: Task, start: Start) -> PushSumState:
-        return started(start)
+    def init(self, task: Task, start: Start) -> Model:
+        return Model(*start.point)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
-        return (
-            Train(
-                part="whole",
-                epochs=self.epochs,
-                point=lambda state: Point(state.u, state.v),
-                absorb=lambda state, point: state._replace(u=point.shared, v=point.personal),
-            ),
-        )
+        return (train_whole(self.epochs),)
 
-    def message(self, state: PushSumState) -> Message:
+    def message(self, state: Model) -> Message:
         return {}
 
-    def merge(self, state: PushSumState, mixed: Message) -> PushSumState:
+    def merge(self, state: Model, mixed: Message) -> Model:
         return state
 
-    def personal(self, state: PushSumState) -> Point:
-        return Point(state.u, state.v)
+    def personal(self, state: Model) -> Point:
+        return model(state)

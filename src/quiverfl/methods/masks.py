@@ -55,25 +55,24 @@ def regrown(layout: Layout, weights: Tensor, mask: Tensor, scores: Tensor, rate:
     Places that were not kept before come first, those just dropped after them; among equals of
     either, the largest score, then the lowest index.
     """
-    new = mask.clone()
-    for part in layout.slices.values():
-        new[part] = _regrown_tensor(weights[part], mask[part] > 0, scores[part], rate).to(mask)
-    return new
+    parts = [
+        _regrown_tensor(weights[part], mask[part] > 0, scores[part], rate)
+        for part in layout.slices.values()
+    ]
+    return torch.cat(parts).to(mask.dtype)
 
 
 def _regrown_tensor(weights: Tensor, kept: Tensor, scores: Tensor, rate: float) -> Tensor:
-    places = torch.nonzero(kept).flatten()
-    count = math.ceil(rate * len(places) - 1e-9)
-    by_magnitude = places[torch.argsort(weights[places].abs(), stable=True)]
-    dropped = by_magnitude[:count]
-    remaining = kept.clone()
-    remaining[dropped] = False
-    before = torch.nonzero(~kept).flatten()
-    candidates = torch.cat([_best_first(before, scores), _best_first(dropped, scores)])
-    remaining[candidates[:count]] = True
-    return remaining
+    """By ranks and not by lists of places, so that all clients can be computed together."""
+    count = torch.ceil(rate * kept.sum(dtype=torch.float64) - 1e-9)
+    dropped = kept & (_rank(torch.where(kept, weights.abs(), math.inf)) < count)
+    by_score = torch.argsort(scores, descending=True, stable=True)
+    turn = torch.where(kept, torch.where(dropped, 1, 2), 0)  # not kept before, just dropped, kept
+    order = by_score[torch.argsort(turn[by_score], stable=True)]
+    grown = torch.argsort(order) < count
+    return (kept & ~dropped) | grown
 
 
-def _best_first(places: Tensor, scores: Tensor) -> Tensor:
-    places = places.sort().values
-    return places[torch.argsort(scores[places], descending=True, stable=True)]
+def _rank(values: Tensor) -> Tensor:
+    """The place of every value in ascending order; among equals the lower index is first."""
+    return torch.argsort(torch.argsort(values, stable=True))

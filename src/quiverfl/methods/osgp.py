@@ -18,41 +18,28 @@ is absorbed exactly `delay` rounds later, nothing is drained at the end.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Message, Start, Train, check_epochs
-from quiverfl.methods.pushsum import (
-    PushSumState,
-    bias,
-    check_floor,
-    debias,
-    started,
-    step_scale,
-)
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count, Positive
+from quiverfl.methods.pushsum import PushSumState, bias, debias, step_scale, unit_mass
 from quiverfl.task import Point, Task
 
 
 @dataclass(frozen=True)
-class OSGP:
-    epochs: int = 5
-    delay: int = 0
-    step_floor: float | None = None
+class OSGP(Method[PushSumState]):
+    epochs: Count = 5
+    delay: Count = 0
+    step_floor: Positive | None = None
 
-    name: ClassVar[str] = "osgp"
-    title: ClassVar[str] = "OSGP"
-    carries_mass: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_epochs(self)
-        check_floor(self.step_floor)
-        if not isinstance(self.delay, int) or self.delay < 0:
-            raise QuiverError(f"method.delay = {self.delay!r}: it must be a whole number ≥ 0.")
+    name = "osgp"
+    title = "OSGP"
+    topology = "random_push"
+    mass = "mu"
 
     def init(self, task: Task, start: Start) -> PushSumState:
-        return started(start)
+        return PushSumState(*start.point, mu=unit_mass(start))
 
-    def phases(self, task: Task) -> tuple[Train, ...]:
+    def phases(self, task: Task) -> tuple[Train[PushSumState], ...]:
         """x ← x - η ∇F(z), z = x / w recomputed after every step."""
         return (
             Train(

@@ -7,20 +7,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quiverfl.errors import QuiverError, nearest
 from quiverfl.methods.contract import Message, Start
+from quiverfl.methods.state import Personal, Scalar, Shared
 
 Weighting = Literal["samples", "uniform"]
 
 
 class ServerState(NamedTuple):
-    u: Tensor  # shared parameters
-    v: Tensor  # personal parameters (whole-model methods send them too)
-    samples: Tensor  # n, the weight of this client in the average, a scalar in float64
+    u: Shared  # shared parameters
+    v: Personal  # personal parameters (whole-model methods send them too)
+    samples: Scalar  # n, the weight of this client in the average, in float64
 
 
 def sample_weight(start: Start, weighting: Weighting) -> Tensor:
-    check_weighting(weighting)
     weight = float(start.samples) if weighting == "samples" else 1.0
     return torch.tensor(weight, dtype=torch.float64, device=start.point.shared.device)
 
@@ -33,9 +32,3 @@ def weighted(samples: Tensor, **leaves: Tensor) -> Message:
 
 def averaged(mixed: Message, name: str) -> Tensor:
     return mixed[name] / mixed["samples"].to(mixed[name].dtype)
-
-
-def check_weighting(weighting: str) -> None:
-    known = ("samples", "uniform")
-    if weighting not in known:
-        raise QuiverError(f"method.weighting = {weighting!r}: {nearest(weighting, known)}")

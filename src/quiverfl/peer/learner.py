@@ -11,12 +11,10 @@ import torch
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
+from quiverfl.methods.state import roles
 from quiverfl.peer.manifest import Array, Leaves, Manifest
 from quiverfl.task import Task
 from quiverfl.topologies.graph import Graph
-
-MASS = "mu"
-"""The leaf of a message that the ledger carries as an integer."""
 
 
 class Learner(Protocol):
@@ -24,7 +22,9 @@ class Learner(Protocol):
 
     @property
     def manifest(self) -> Manifest: ...
-    def train(self, round: int, active: bool) -> None: ...
+    def train(self, round: int, active: bool, share: float) -> None:
+        """`share` of all peers train in this round."""
+
     def message(self) -> Leaves:
         """What is pushed, without the mass; a copy."""
 
@@ -42,41 +42,47 @@ class ShardLearner:
     """A shard of one client behind the Learner's face: the same method objects as in simulation."""
 
     def __init__(self, shard: Shard, task: Task, method: Method) -> None:
-        self._shard, self._task = shard, task
+        self._shard, self._task, self._mass = shard, task, method.mass
         outbox = shard.outbox()
-        if not method.carries_mass or (outbox and MASS not in outbox):
+        if outbox and method.mass not in outbox:
             raise QuiverError(
                 f"method {method.name!r} carries no push-sum mass, which is what peers account "
                 "for: use dfedpgp, osgp or local."
             )
-        self._carries = MASS in outbox
+        self._carries = bool(outbox)
         self.manifest = Manifest.of(self.message(), self._parameters())
 
     def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
         """The names and shapes inside the leaves, so that peers with other models do not talk."""
-        fields = {"u": self._task.shared_layout, "v": self._task.personal_layout}
-        return [
-            (f"{leaf}.{name}", shape)
-            for leaf in sorted(self.message())
-            for name, shape in zip(fields[leaf].names, fields[leaf].shapes, strict=True)
-        ]
+        layouts = {"shared": self._task.shared_layout, "personal": self._task.personal_layout}
+        kinds = roles(type(self._shard.state))
+        found: list[tuple[str, tuple[int, ...]]] = []
+        for name, leaf in sorted(self.message().items()):
+            layout = layouts.get(kinds.get(name, "any"))
+            if layout is None:
+                found.append((name, leaf.shape))
+            else:
+                parts = zip(layout.names, layout.shapes, strict=True)
+                found += [(f"{name}.{part}", shape) for part, shape in parts]
+        return found
 
-    def train(self, round: int, active: bool) -> None:
-        self._shard.train(round, np.array([active]))
+    def train(self, round: int, active: bool, share: float) -> None:
+        self._shard.train(round, np.array([active]), share=share)
 
     def message(self) -> Leaves:
         outbox = self._shard.outbox()
-        return {name: _copied(leaf[0]) for name, leaf in outbox.items() if name != MASS}
+        return {name: _copied(leaf[0]) for name, leaf in outbox.items() if name != self._mass}
 
     def rest(self) -> Leaves:
-        sent = {*self.message(), MASS} if self._carries else set()
+        sent = {*self.message(), self._mass} if self._carries else set()
         fields = self._shard.state._asdict()
         return {name: _copied(leaf[0]) for name, leaf in fields.items() if name not in sent}
 
     def merge(self, message: Mapping[str, Array], mass: float) -> None:
         mixed = {name: torch.from_numpy(np.array(leaf))[None] for name, leaf in message.items()}
         if self._carries:
-            mixed[MASS] = torch.tensor([mass], dtype=torch.float64)
+            assert self._mass is not None
+            mixed[self._mass] = torch.tensor([mass], dtype=torch.float64)
         self._shard.deliver(mixed)
 
     def restore(self, rest: Mapping[str, Array]) -> None:

@@ -31,7 +31,7 @@ from quiverfl.peer.roster import ROSTER, LiveRoster
 from quiverfl.peer.service import PeerService, Server
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
-from quiverfl.topologies.graph import Topology
+from quiverfl.topologies.topology import Topology
 
 Result = TypeVar("Result")
 
@@ -246,7 +246,8 @@ class Node:
         line: dict[str, Any] = {"round": t}
         if not self.transactions.accounts.pushed:
             self.state = "training"
-            await self.off_loop(self.learner.train, t, bool(graph.active[self.number]))
+            active, share = bool(graph.active[self.number]), float(graph.active.mean())
+            await self.off_loop(self.learner.train, t, active, share)
             line["local"] = await self._evaluated(t, "local")
             self.state = "pushing"
             if self.stopping or not await self._push(t, column(graph, self.names, self.number)):

@@ -24,10 +24,10 @@ from quiverfl.data.sources import load_dataset
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import (
-    epochs_per_client,
     load_data,
     make_method,
     make_task,
+    settings_of,
     share_out,
     topology_for,
 )
@@ -41,7 +41,7 @@ from quiverfl.peer.peer_folder import OwnData, PeerFolder
 from quiverfl.peer.peer_settings import Outcome
 from quiverfl.peer.store import Store
 from quiverfl.seeds import stream
-from quiverfl.topologies.graph import Topology
+from quiverfl.topologies.topology import Topology
 
 HISTORY, CACHE = "history.jsonl", "cache"
 Record = Callable[[dict[str, Any]], None]
@@ -65,7 +65,6 @@ def configuration(folder: PeerFolder) -> Config:
 def build_learner(folder: PeerFolder) -> tuple[ShardLearner, Topology, Config]:
     """The shard of this one client, with the same method objects as in a simulation."""
     config, number = configuration(folder), folder.number
-    settings = config.run
     method = make_method(config)
     members = len(folder.roster.members)
     topology = topology_for(config, method, members)
@@ -77,21 +76,14 @@ def build_learner(folder: PeerFolder) -> tuple[ShardLearner, Topology, Config]:
     dataset = dataset_of(folder, config)
     data = _own_share(config, dataset, number) if folder.own.data is None else _all_of(dataset)
     task = make_task(config, dataset)
-    epochs = epochs_per_client(config, members)
-    shard = Shard(
-        task,
-        data,
-        method,
-        config.training.training(),
-        rounds=settings.rounds,
-        seed=settings.seed,
-        clients=[number],
-        dtype=getattr(torch, settings.dtype),
+    settings = settings_of(config, members)
+    epochs = settings.epochs_per_client
+    mine = replace(
+        settings,
         device=folder.own.device,
-        executor=settings.executor,
-        epochs_per_client=None if epochs is None else [epochs[number]],
-        common_init=settings.common_init,
+        epochs_per_client=None if epochs is None else (epochs[number],),
     )
+    shard = Shard(task, data, method, config.training.training(), mine, clients=[number])
     return ShardLearner(shard, task, method), topology, config
 
 

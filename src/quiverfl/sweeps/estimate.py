@@ -23,7 +23,7 @@ from quiverfl.experiment import (
     share_out,
     topology_for,
 )
-from quiverfl.methods.contract import adaptation
+from quiverfl.methods.optional import adaptation
 from quiverfl.results.run_files import read_lines
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell

@@ -19,10 +19,11 @@ from quiverfl.topologies.fixed import (
     torus,
 )
 from quiverfl.topologies.from_graphs import custom, from_matrix, from_networkx, metropolis
-from quiverfl.topologies.graph import Graph, Topology
+from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.participation import participating
 from quiverfl.topologies.random import erdos_renyi, random_pull, random_push, random_regular
 from quiverfl.topologies.star import star
+from quiverfl.topologies.topology import Topology
 
 __all__ = [
     "TOPOLOGIES",

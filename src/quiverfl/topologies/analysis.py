@@ -14,7 +14,8 @@ import numpy as np
 from scipy import sparse
 
 from quiverfl.topologies.arguments import whole
-from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers, Topology
+from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers
+from quiverfl.topologies.topology import Topology, downloads, links, uploads
 
 PRODUCT_LIMIT = 500
 """Clients up to which products of matrices and their norms are computed."""
@@ -111,8 +112,8 @@ def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> Top
         symmetric=symmetric,
         fixed=fixed,
         active=float(np.mean([graph.active.sum() for graph in graphs])),
-        sent=_spread([graph.uploads for graph in graphs]),
-        received=_spread([graph.downloads for graph in graphs]),
+        sent=_spread([uploads(graph) for graph in graphs]),
+        received=_spread([downloads(graph) for graph in graphs]),
         window=window,
         diameter=diameter,
         window_diameter=window_diameter,
@@ -186,10 +187,10 @@ def _connectivity(
 ) -> tuple[int | None, int | None, int | None]:
     """(window, diameter, diameter of the window)."""
     distinct = _distinct(graphs, fixed)
-    links = sum(graph.links for graph in distinct)
-    if links > LINK_LIMIT:
+    total = sum(links(graph) for graph in distinct)
+    if total > LINK_LIMIT:
         left_out.append(
-            f"window and diameter: {links:,} links in these rounds, the limit is {LINK_LIMIT:,}"
+            f"window and diameter: {total:,} links in these rounds, the limit is {LINK_LIMIT:,}"
         )
         return None, None, None
     window = connectivity_window(distinct)
@@ -218,15 +219,15 @@ def _distinct(graphs: list[Graph], fixed: bool) -> list[Graph]:
 def _same(one: Graph, other: Graph) -> bool:
     if one is other:
         return True
-    if isinstance(one.matrix, tuple) or isinstance(other.matrix, tuple):
+    if one.matrix.shape != other.matrix.shape or links(one) != links(other):
         return False
-    return one.links == other.links and not abs(one.matrix - other.matrix).max()
+    return not abs(one.matrix - other.matrix).max()
 
 
 def _symmetric(graph: Graph) -> bool:
-    if isinstance(graph.matrix, tuple):
-        senders, weights = graph.matrix
-        return len(senders) == graph.clients and bool(np.ptp(weights) <= TOLERANCE)
+    if graph.one_row:
+        weights = graph.matrix.data
+        return len(weights) == graph.clients and bool(np.ptp(weights) <= TOLERANCE)
     return bool(np.abs(graph.matrix - graph.matrix.T).max() <= TOLERANCE)
 
 
@@ -246,11 +247,8 @@ def _connected(links: sparse.csr_array) -> bool:
 
 def _mixed(graph: Graph, values: Floats) -> Floats:
     """P · values, without making the matrix of a graph whose rows are all equal."""
-    if isinstance(graph.matrix, tuple):
-        senders, weights = graph.matrix
-        return np.repeat((weights @ values[senders])[None], graph.clients, axis=0)
     mixed: Floats = graph.matrix @ values
-    return mixed
+    return np.repeat(mixed, graph.clients, axis=0) if graph.one_row else mixed
 
 
 def _masses(graphs: Sequence[Graph]) -> list[Floats]:
@@ -280,10 +278,10 @@ def _envelope(distances: Floats) -> tuple[float, float]:
 
 def _traffic(graph: Graph) -> tuple[int, int]:
     """(messages on the network, messages in and out of the busiest): a server sees them all."""
-    both = graph.uploads + graph.downloads
+    both = uploads(graph) + downloads(graph)
     if graph.hub:
         return int(both.sum()), int(both.sum())
-    return int(graph.uploads.sum()), int(both.max())
+    return int(uploads(graph).sum()), int(both.max())
 
 
 def _spread(counts: list[Integers]) -> Spread:

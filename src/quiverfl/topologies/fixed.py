@@ -9,7 +9,8 @@ import numpy as np
 
 from quiverfl.topologies.arguments import checked_clients
 from quiverfl.topologies.from_graphs import metropolis_graph
-from quiverfl.topologies.graph import Graph, Integers, Topology, from_entries
+from quiverfl.topologies.graph import Graph, Integers
+from quiverfl.topologies.topology import Topology, from_entries, same_for_all
 
 
 def isolated(clients: int) -> Topology:
@@ -33,8 +34,8 @@ def directed_ring(clients: int) -> Topology:
 def full(clients: int) -> Topology:
     """Everybody sends to everybody: each round ends in the exact average."""
     clients = checked_clients("full", clients)
-    row = np.arange(clients), np.full(clients, 1 / clients)
-    graph = Graph(row, active=np.ones(clients, dtype=bool))
+    every, active = np.arange(clients), np.ones(clients, dtype=bool)
+    graph = same_for_all(every, np.full(clients, 1 / clients), active)
     return Topology.fixed("full", graph)
 
 

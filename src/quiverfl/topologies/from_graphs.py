@@ -11,7 +11,8 @@ from scipy import sparse
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.topologies.arguments import checked_clients
-from quiverfl.topologies.graph import Floats, Graph, Integers, Topology, from_entries
+from quiverfl.topologies.graph import Floats, Graph, Integers
+from quiverfl.topologies.topology import Topology, from_entries
 
 if TYPE_CHECKING:  # only to name the type: networkx is the caller's, and slow to import
     import networkx as nx

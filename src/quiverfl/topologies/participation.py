@@ -9,8 +9,9 @@ import numpy as np
 
 from quiverfl.errors import QuiverError
 from quiverfl.topologies.arguments import share
-from quiverfl.topologies.graph import Flags, Graph, Topology, from_entries
+from quiverfl.topologies.graph import Flags, Graph
 from quiverfl.topologies.star import sample
+from quiverfl.topologies.topology import Topology, from_entries
 
 Keeper: TypeAlias = Literal["sender", "receiver"]
 

@@ -16,7 +16,8 @@ from quiverfl.errors import QuiverError
 from quiverfl.seeds import hashed
 from quiverfl.topologies.arguments import checked_clients, checked_neighbors, share
 from quiverfl.topologies.from_graphs import metropolis_graph
-from quiverfl.topologies.graph import Flags, Graph, Integers, Topology, from_entries
+from quiverfl.topologies.graph import Flags, Graph, Integers
+from quiverfl.topologies.topology import Topology, from_entries
 
 SWEEPS = 12
 """Passes over the edges of random_regular. One suffices in large graphs, small dense ones refuse

@@ -8,7 +8,8 @@ import numpy as np
 
 from quiverfl.seeds import hashed
 from quiverfl.topologies.arguments import checked_clients, whole
-from quiverfl.topologies.graph import Graph, Integers, Topology
+from quiverfl.topologies.graph import Graph, Integers
+from quiverfl.topologies.topology import Topology, same_for_all
 
 
 def star(clients: int, sampled: int, seed: int = 0, static: bool = False) -> Topology:
@@ -27,7 +28,7 @@ def _star(clients: int, sampled: int, seed: int, round: int) -> Graph:
     chosen = sample(clients, sampled, seed, "star", round)
     active = np.zeros(clients, dtype=bool)
     active[chosen] = True
-    return Graph((chosen, np.full(sampled, 1 / sampled)), active, hub=True)
+    return same_for_all(chosen, np.full(sampled, 1 / sampled), active, hub=True)
 
 
 def sample(clients: int, count: int, seed: int, purpose: str, round: int) -> Integers:

@@ -12,7 +12,7 @@ from quiverfl.paper.theory.descent import bounded, descend, steps
 from quiverfl.paper.theory.problem import Problem
 from quiverfl.paper.theory.theory_settings import Settings
 from quiverfl.topologies import analyse, directed_ring, exponential, full, random_push
-from quiverfl.topologies.graph import Topology
+from quiverfl.topologies.topology import Topology
 
 STEP = 0.02
 """η_u · L_u · K_u. Small: random_push with one neighbour lets μ fall to a few thousandths, and z

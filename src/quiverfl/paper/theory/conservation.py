@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from quiverfl.paper.theory.problem import Problem
 from quiverfl.paper.theory.theory_settings import Settings
 from quiverfl.task import Point, Task
 from quiverfl.topologies import random_pull, random_push
-from quiverfl.topologies.graph import Topology
+from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
 
 Floats = npt.NDArray[np.float64]
@@ -37,10 +36,10 @@ SEED = 0
 class WithoutDebiasing(DFedPGP):
     """DFedPGP that takes u for z: μ is sent along and ignored."""
 
-    name: ClassVar[str] = "dfedpgp_without_debiasing"
-    title: ClassVar[str] = "DFedPGP without de-biasing"
+    name = "dfedpgp_without_debiasing"
+    title = "DFedPGP without de-biasing"
 
-    def phases(self, task: Task) -> tuple[Train, ...]:
+    def phases(self, task: Task) -> tuple[Train[PushSumState], ...]:
         personal, shared = super().phases(task)
         plain = replace(
             shared, absorb=lambda state, point: state._replace(u=point.shared), scale=None

@@ -13,7 +13,7 @@ from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.simulate import simulate
 from quiverfl.methods.dfedpgp import DFedPGP
 from quiverfl.paper.theory.problem import Problem
-from quiverfl.topologies.graph import Topology
+from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
 
 Floats = npt.NDArray[np.float64]

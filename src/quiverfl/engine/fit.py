@@ -1,0 +1,218 @@
+"""What can work together: refused with a sentence before anything is computed or written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quiverfl.data.federated import FederatedData
+from quiverfl.engine.settings import RunSettings
+from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Interleaved, Method, Once, Phase, Train
+from quiverfl.task import Task
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.topology import Topology
+from quiverfl.training import Training
+
+DECLARED = ("name", "title", "topology", "mass", "delay", "unused")
+FUNCTIONS = ("init", "phases", "message", "merge", "personal")
+
+
+def check_fit(
+    task: Task,
+    data: FederatedData,
+    method: Method,
+    topology: Topology,
+    training: Training,
+    settings: RunSettings,
+) -> None:
+    """Everything that can be known before the first round."""
+    _check_kinds(task, data, method, topology, training)
+    declared(method)
+    if topology.clients != data.clients:
+        raise QuiverError(
+            f"the topology has {topology.clients} clients and the data {data.clients}: "
+            "they must be the same."
+        )
+    epochs = settings.epochs_per_client
+    if epochs is not None and len(epochs) != data.clients:
+        raise QuiverError(
+            f"epochs_per_client has {len(epochs)} entries for {data.clients} clients: one each."
+        )
+    check_phases(method, method.phases(task), epochs is not None)
+    fitting(method, topology(0))
+    _check_model(task, data)
+
+
+def declared(method: Any) -> None:
+    """Refuse an object that lacks a part of what a method is."""
+    for name in (*DECLARED, *FUNCTIONS):
+        if not hasattr(method, name):
+            what = "declares no" if name in DECLARED else "has no function"
+            raise QuiverError(
+                f"{type(method).__name__} {what} {name!r}: a method inherits quiverfl.Method, "
+                "which has the defaults, and defines the rest (docs/add-a-method.md)."
+            )
+
+
+def fitting(method: Method, graph: Graph) -> Graph:
+    """Refuse a method on a graph whose sums it could not make sense of."""
+    if method.topology == "isolated":
+        return graph  # it sends nothing, so any weights will do
+    if method.mass is not None and not (graph.column_stochastic or graph.row_stochastic):
+        raise QuiverError(
+            f"{method.title} needs mixing weights whose columns (push) or rows (pull) sum to 1; "
+            "this graph has neither."
+        )
+    if method.mass is None and not graph.row_stochastic:
+        raise QuiverError(
+            f"{method.title} averages models and carries no push-sum mass, so every row of the "
+            "mixing matrix must sum to 1; this graph only conserves columns. Use random_pull, "
+            "random_regular, star or another row-stochastic topology, or a push-sum method "
+            "(dfedpgp, osgp)."
+        )
+    if method.mass is None and method.delay:
+        raise QuiverError(
+            f"{method.title} carries no push-sum mass, so a delay of {method.delay} would shrink "
+            "its models: set delay to 0, or use osgp, whose μ accounts for messages in flight."
+        )
+    return graph
+
+
+def check_phases(method: Method, phases: Iterable[Phase], unequal_epochs: bool) -> None:
+    """Refuse phases that say too little, too much, or what nobody would carry out."""
+    phases = tuple(phases)
+    if unequal_epochs and not any(not isinstance(p, Once) and p.sent for p in phases):
+        raise QuiverError(
+            f"{method.title} has no training loop whose epochs could be replaced: leave "
+            "epochs_per_client (epoch_groups) out for this method."
+        )
+    for phase in phases:
+        if isinstance(phase, Once):
+            continue
+        _counted(method, phase)
+        if phase.steps is not None and phase.sent and unequal_epochs:
+            raise QuiverError(
+                f"{method.title} counts steps, not epochs: epochs_per_client (epoch_groups) has "
+                "no meaning for it. Leave it out for this method."
+            )
+        if isinstance(phase, Interleaved):
+            for inner in phase.phases:
+                _inside(method, inner)
+
+
+def _counted(method: Method, phase: Train | Interleaved) -> None:
+    if (phase.epochs is None) == (phase.steps is None):
+        raise QuiverError(
+            f"{method.title}: a {type(phase).__name__} phase needs epochs or steps, one of them."
+        )
+
+
+def _inside(method: Method, inner: Train | Once) -> None:
+    if isinstance(inner, Train):
+        wrong = {
+            "epochs": inner.epochs is not None,
+            "steps": inner.steps is not None,
+            "keep_optimizer": inner.keep_optimizer,
+        }
+    else:
+        wrong = {
+            "gradient": inner.gradient,
+            "noise": inner.noise,
+            "statistics": inner.statistics is not None,
+            "one_by_one": inner.one_by_one,
+        }
+    for name, given in wrong.items():
+        if given:
+            raise QuiverError(
+                f"{method.title}: a {type(inner).__name__} inside Interleaved cannot have {name}; "
+                "epochs and steps are given to Interleaved itself."
+            )
+
+
+def gradients_without_rate(method: Method, phases: Iterable[Phase], read: bool) -> None:
+    """Refuse a method that computes gradients and steps by itself without looking at the rate."""
+    phases = tuple(phases)
+    steps = any(isinstance(phase, Train | Interleaved) for phase in phases)
+    alone = any(isinstance(phase, Once) and phase.gradient for phase in phases)
+    if alone and not steps and not read:
+        raise QuiverError(
+            f"{method.title} computes gradients in a Once step that never reads moment.rate: "
+            "training.lr would change nothing. Step with moment.rate."
+        )
+
+
+def _check_kinds(
+    task: object, data: object, method: object, topology: object, training: object
+) -> None:
+    """The slips of a first try: a model for a task, a class or a name for a method."""
+    if not isinstance(task, Task):
+        raise QuiverError(
+            f"task is a {type(task).__name__}: wrap the model, qv.Task(model=make_model, "
+            "personal=('head',))."
+        )
+    if not isinstance(data, FederatedData):
+        raise QuiverError(
+            f"data is a {type(data).__name__}: make it with qv.FederatedData.from_arrays."
+        )
+    if isinstance(method, type | str):
+        raise QuiverError(f"method is {method!r}: give a method object, such as qv.DFedPGP().")
+    if not isinstance(topology, Topology):
+        raise QuiverError(
+            f"topology is a {type(topology).__name__}: give a topology, such as "
+            "qv.random_push(clients=20, neighbors=5, seed=0), or wrap your own in qv.custom."
+        )
+    if not isinstance(training, Training):
+        raise QuiverError(f"training is a {type(training).__name__}: give qv.Training(lr=0.1, …).")
+
+
+def _check_model(task: Task, data: FederatedData) -> None:
+    """Two samples through the model, as in training: inputs, outputs, and what it must not do."""
+    x = data.train.x[:2]
+    x = torch.cat([x, x])[:2]  # also where there is one sample only
+    x = data.prepare(x) if data.prepare is not None else x
+    x = x.to(torch.float32) if x.is_floating_point() else x
+    module = copy.deepcopy(task.skeleton).float()
+    outputs = _tried(module, x)
+    classes = data.classes
+    if classes is not None and outputs.ndim == 2 and outputs.shape[1] < classes:
+        raise QuiverError(
+            f"labels go up to {classes - 1} but the model has {outputs.shape[1]} outputs: "
+            f"labels are out of range; give the model {classes} outputs."
+        )
+
+
+def _tried(module: nn.Module, x: Tensor) -> Tensor:
+    before = torch.random.get_rng_state()
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        with torch.no_grad():
+            outputs = module.train()(x)
+        drew = not torch.equal(torch.random.get_rng_state(), before)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise QuiverError(
+            f"the model does not take inputs of shape {tuple(x.shape[1:])} ({x.dtype}): {error}"
+        ) from error
+    finally:
+        torch.random.set_rng_state(before)
+    if drew:
+        raise QuiverError(
+            "the model draws random numbers in its forward (F.dropout, torch.rand_like and the "
+            "like), which cannot be reproduced per client: leave them out, or pass training=False."
+        )
+    for name, buffer in module.named_buffers():
+        if name not in buffers or not torch.equal(buffer, buffers[name]):
+            raise QuiverError(
+                f"the model changes its buffer {name!r} in forward; a client's model must be a "
+                "pure function of its parameters. Make it a parameter, or do not change it."
+            )
+    if not isinstance(outputs, Tensor):
+        raise QuiverError(
+            f"the model returns a {type(outputs).__name__}; it must return one tensor [n, …]. "
+            "Wrap it in a module whose forward picks the tensor, such as the logits."
+        )
+    return outputs

@@ -1,0 +1,97 @@
+"""How long a run is, what it records, and how it is carried out: [run] as the engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from quiverfl.errors import QuiverError, nearest
+
+ExecutorName = Literal["auto", "vectorized", "sequential"]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """`rounds=0` leaves the initial states. `threads=None` chooses by the size of the model.
+
+    `epochs_per_client` replaces the epochs of the phase that trains what is sent. `keep_local`
+    keeps, at the end, every client's model from before the last communication: one more copy of
+    all models. `gradients` measures, in every evaluated round, the gradients that DFedPGP's
+    theorem bounds (engine/gradients.py).
+    """
+
+    rounds: int
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    threads: int | None = None
+    executor: ExecutorName = "auto"
+    common_init: bool = True
+    epochs_per_client: tuple[int, ...] | None = None
+    evaluate_every: int = 1
+    keep_local: bool = True
+    gradients: bool = False
+    checkpoint_every: int = 10
+
+    def __post_init__(self) -> None:
+        _whole("rounds", self.rounds, 0)
+        _whole("seed", self.seed, 0)
+        _whole("evaluate_every", self.evaluate_every, 1)
+        _whole("checkpoint_every", self.checkpoint_every, 1)
+        if self.threads is not None:
+            _whole("threads", self.threads, 1)
+        if self.executor not in get_args(ExecutorName):
+            known = nearest(str(self.executor), get_args(ExecutorName))
+            raise QuiverError(f"executor = {self.executor!r}: {known}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise QuiverError(
+                f"dtype = {self.dtype!r}: give a floating-point type, such as torch.float32."
+            )
+        if self.epochs_per_client is not None:
+            object.__setattr__(self, "epochs_per_client", _epochs(self.epochs_per_client))
+        _check_device(self.device)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> RunSettings:
+        """From keyword arguments; one that is unknown is refused with the nearest known name."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise QuiverError(f"simulate has no option {name!r}; {nearest(name, known)}")
+        if "rounds" not in options:
+            raise QuiverError("simulate needs rounds, such as rounds=50.")
+        return cls(**options)
+
+    def evaluates(self, round: int) -> bool:
+        return (round + 1) % self.evaluate_every == 0 or round == self.rounds - 1
+
+    def checkpoints(self, round: int) -> bool:
+        """Whether a checkpoint is due after this round."""
+        return (round + 1) % self.checkpoint_every == 0 or round + 1 == self.rounds
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        words = "0 or more" if least == 0 else f"at least {least}"
+        raise QuiverError(f"{name} = {value!r}: it must be a whole number, {words}.")
+
+
+def _epochs(given: Sequence[int]) -> tuple[int, ...]:
+    epochs = tuple(int(number) for number in given)
+    if epochs and min(epochs) < 0:
+        raise QuiverError("epochs_per_client: the numbers of epochs must be 0 or more.")
+    return epochs
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise QuiverError(
+            f"device {str(device)!r} cannot be used: {first}. Use 'cpu', or install a torch "
+            "build for your GPU (README)."
+        ) from error

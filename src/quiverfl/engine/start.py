@@ -1,0 +1,92 @@
+"""The states that clients start with, stacked; and what a state must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.trainer import Trainer
+from quiverfl.errors import QuiverError
+from quiverfl.memory import in_large_pages
+from quiverfl.methods.contract import Method, Start
+from quiverfl.methods.state import roles
+from quiverfl.seeds import stream
+from quiverfl.task import Point, Task
+
+Integers = npt.NDArray[np.int64]
+
+
+def initial_states(
+    task: Task, method: Method, trainer: Trainer, ids: Integers, settings: RunSettings
+) -> Any:
+    """A NamedTuple of stacked tensors: every client's `init`."""
+    agreed = task.initial(settings.seed)
+    features, outputs = _shapes(trainer, agreed)
+    stacked: list[Tensor] = []
+    kind: Any = None
+    for row, client in enumerate(ids):
+        own = agreed if settings.common_init else task.initial(settings.seed, 1 + int(client))
+        point, common = (
+            Point(*(part.to(trainer.device, settings.dtype) for part in at)) for at in (own, agreed)
+        )
+        random = stream(settings.seed, "start", int(client))
+        samples = int(trainer.examples.sizes[row])
+        state = method.init(task, Start(point, common, samples, random, features, outputs))
+        if kind is None:
+            kind = type(state)
+            check_state(method, task, state)
+            stacked = [in_large_pages(leaf.new_empty((len(ids), *leaf.shape))) for leaf in state]
+        for leaf, value in zip(stacked, state, strict=True):
+            leaf[row] = value
+    return kind(*stacked)
+
+
+def check_state(method: Method, task: Task, state: Any) -> None:
+    """Refuse a state that engine, checkpoints and peers could not carry."""
+    if not isinstance(state, tuple) or not hasattr(state, "_fields"):
+        raise QuiverError(
+            f"{method.title}: init returned a {type(state).__name__}; a state is a NamedTuple of "
+            "tensors (docs/add-a-method.md)."
+        )
+    wanted = {"shared": (task.shared_layout.size,), "personal": (task.personal_layout.size,)}
+    for name, role in roles(type(state)).items():
+        leaf = getattr(state, name)
+        if not isinstance(leaf, Tensor):
+            raise QuiverError(
+                f"{method.title}: the state's field {name!r} is a {type(leaf).__name__}; every "
+                "field is a tensor, a number torch.tensor(…)."
+            )
+        shape = wanted.get(role, () if role == "scalar" else tuple(leaf.shape))
+        if tuple(leaf.shape) != shape:
+            raise QuiverError(
+                f"{method.title}: the state's field {name!r} is declared {role.capitalize()}, "
+                f"which has shape {shape}, but init made it {tuple(leaf.shape)}. Declare it as a "
+                "plain Tensor if it has a shape of its own."
+            )
+    if method.mass is not None and roles(type(state)).get(method.mass) != "scalar":
+        raise QuiverError(
+            f"{method.title} declares mass = {method.mass!r}, but its state has no Scalar field "
+            f"of that name; it has: {', '.join(state._fields)}."
+        )
+
+
+def _shapes(trainer: Trainer, agreed: Point) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of one sample's features (where there is a head) and outputs."""
+    if not len(trainer.examples.sizes):
+        return (), ()
+    x, _ = trainer.examples.gather(np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64))
+    point = Point(*(part.to(trainer.device, trainer.dtype) for part in agreed))
+    program = trainer.program()
+    named = program.named(point)
+    with torch.no_grad():
+        try:
+            seen = program.call(named, x[0], features=program.head is not None)
+        except QuiverError:  # a head that is called otherwise: whoever needs features is told then
+            return (), tuple(program.call(named, x[0], features=False).outputs.shape[1:])
+    shape = tuple(seen.features.shape[1:]) if program.head is not None else ()
+    return shape, tuple(seen.outputs.shape[1:])

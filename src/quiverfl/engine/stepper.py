@@ -1,0 +1,206 @@
+"""The steps of one Train phase for stacked clients: where gradients are taken, and what moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quiverfl.engine.descent import Buffers, Descent, Rates
+from quiverfl.engine.programs import Executor, Losses, Program
+from quiverfl.methods.contract import Loss, Train
+from quiverfl.methods.state import State
+from quiverfl.seeds import Hashes
+from quiverfl.task import Point, Seen
+from quiverfl.training import Training
+
+Integers = npt.NDArray[np.int64]
+
+
+class Source(Protocol):
+    """Where batches come from: samples, or a frozen body's features of them."""
+
+    def gather(
+        self, rows: Integers, samples: Integers, keys: Hashes | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One step's samples [k, width] of the first k clients, so many of which count."""
+
+    samples: Integers
+    counts: Integers
+    keys: Hashes | None
+
+    def halves(self) -> tuple[Batch, Batch]:
+        """The first half of every client's samples, and the rest; a single sample is both."""
+        first = -(-self.counts // 2)
+        begin = np.where(self.counts > 1, first, 0)
+        return self._cut(np.zeros_like(first), first), self._cut(begin, self.counts - begin)
+
+    def _cut(self, begin: Integers, counts: Integers) -> Batch:
+        width = int(counts.max())
+        places = np.minimum(begin[:, None] + np.arange(width), self.samples.shape[1] - 1)
+        keys = None if self.keys is None else np.take_along_axis(self.keys, places, axis=1)
+        return Batch(np.take_along_axis(self.samples, places, axis=1), counts, keys)
+
+
+class Stepper:
+    """One phase at work on stacked clients. `point` is where it is; it moves in place."""
+
+    def __init__(
+        self,
+        phase: Train,
+        executor: Executor,
+        programs: Callable[[int], Program],
+        source: Source,
+        start: Point,
+        state: State,
+        rates: Rates,
+        training: Training,
+        kept: Buffers | None = None,
+        loaded: bool = False,
+    ) -> None:
+        """`programs(i)` gives modules of this worker's own; several models want several.
+
+        `loaded` says that points will be loaded: all of the point is then its own memory.
+        """
+        self._phase, self._executor, self._source = phase, executor, source
+        self._programs, self._state = programs, state
+        self._values, self.point = workspace(start, phase.part, loaded)
+        self._descent = Descent.start(self._values, rates, training, kept)
+        features = phase.loss is not None and phase.loss.features
+        self._gradient = executor.bind(
+            programs(0), self.point, phase.part, self._losses(), features
+        )
+        self._x: Tensor | None = None
+
+    @property
+    def buffers(self) -> Buffers:
+        return self._descent.buffers
+
+    def load(self, start: Point, state: State) -> None:
+        """Continue from the point and state of the first clients; the optimizer remembers."""
+        self._state = state
+        for here, there in zip(self._here(len(start.shared)), start, strict=True):
+            here.copy_(there)
+
+    def step(self, rows: Integers, batch: Batch) -> None:
+        """As many steps on this batch as the phase repeats it."""
+        lookahead = self._phase.lookahead
+        if lookahead is not None and lookahead.halves:
+            first, second = (self._gathered(rows, half) for half in batch.halves())
+        else:
+            first = second = self._gathered(rows, batch)
+        for _ in range(self._phase.repeats):
+            self._descent.step(self._slope(len(rows), first, second))
+
+    def _gathered(self, rows: Integers, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, y = self._source.gather(rows, batch.samples, batch.keys)
+        return x, y, weights_of(batch.counts, batch.samples.shape[1], self._values)
+
+    def _slope(self, k: int, first: Any, second: Any) -> Tensor:
+        """The gradient that is stepped along, taken where the phase says."""
+        phase = self._phase
+        before = None
+        if phase.at is not None:
+            before = self._move(k, torch.vmap(phase.at)(self._here(k), self._first(k)))
+        if phase.lookahead is not None:
+            uphill = self._halves(self._taken(k, *first))
+            there = torch.vmap(phase.lookahead.to)(uphill, self._here(k), self._first(k))
+            kept = self._move(k, there)
+            before = kept if before is None else before
+        slope = self._taken(k, *second)
+        if before is not None:
+            self._move(k, before)
+        if phase.gradient is None:
+            return slope
+        changed = torch.vmap(phase.gradient)(self._halves(slope), self._here(k), self._first(k))
+        return torch.cat(changed, dim=1)
+
+    def _taken(self, k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+        self._x = x
+        return self._gradient(k, x, y, weights)
+
+    def _here(self, k: int) -> Point:
+        return Point(*(part[:k] for part in self.point))
+
+    def _first(self, k: int) -> Any:
+        return first_rows(self._state, k)
+
+    def _move(self, k: int, there: Point) -> Point:
+        """Go there with the part that is trained; where it was, to go back."""
+        before = Point(*(part.clone() for part in self._here(k)))
+        if self._phase.part != "personal":
+            self.point.shared[:k].copy_(there.shared)
+        if self._phase.part != "shared":
+            self.point.personal[:k].copy_(there.personal)
+        return before
+
+    def _halves(self, slope: Tensor) -> Point:
+        empty = slope[:, :0]
+        if self._phase.part == "whole":
+            cut = self.point.shared.shape[1]
+            return Point(slope[:, :cut], slope[:, cut:])
+        return Point(slope, empty) if self._phase.part == "shared" else Point(empty, slope)
+
+    def _losses(self) -> Losses | None:
+        """The phase's own loss for stacked clients."""
+        loss = self._phase.loss
+        if loss is None:
+            return None
+
+        def losses(seen: Seen, y: Tensor, k: int) -> Tensor:
+            state = self._first(k)
+            taught = self._taught(loss, state)
+            found: Tensor = torch.vmap(loss.of)(seen, y, state, taught)
+            return found
+
+        return losses
+
+    def _taught(self, loss: Loss, state: State) -> tuple[Seen, ...]:
+        if loss.teachers is None:
+            return ()
+        assert self._x is not None
+        points = torch.vmap(loss.teachers)(state)
+        return tuple(
+            self._executor.see(self._programs(1 + place), point, self._x, loss.features)
+            for place, point in enumerate(points)
+        )
+
+
+def workspace(start: Point, part: str, both: bool) -> tuple[Tensor, Point]:
+    """A copy of the trained part to step in place, and the point that looks into it.
+
+    Unless `both` are copied nothing may be written to the other part.
+    """
+    if both:
+        start = Point(*(half.clone() for half in start))
+    if part == "whole":
+        values = torch.cat(start, dim=1)
+        cut = start.shared.shape[1]
+        return values, Point(values[:, :cut], values[:, cut:])
+    if part == "shared":
+        values = start.shared.clone()
+        return values, Point(values, start.personal)
+    values = start.personal.clone()
+    return values, Point(start.shared, values)
+
+
+def first_rows(state: State, k: int) -> Any:
+    kind: Any = type(state)
+    return kind(*(leaf[:k] for leaf in state))
+
+
+def weights_of(counts: Integers, width: int, like: Tensor) -> Tensor | None:
+    """1 for samples, 0 for padding; None where nothing is padded."""
+    if (counts == width).all():
+        return None
+    inside = torch.from_numpy(np.arange(width) < counts[:, None])
+    return inside.to(dtype=like.dtype, device=like.device)

@@ -1,0 +1,46 @@
+"""DFedSAM: decentralized federated averaging with sharpness-aware local steps.
+
+Shi et al., "Improving the Model Consistency of Decentralized Federated Learning", ICML 2023,
+Algorithm 1 with one gossip step a round (not MGS).
+
+    paper      here                 meaning
+    x(i)       (state.u, state.v)   the whole model of client i
+    ρ          rho                  radius of the perturbation
+    W          graph.weights        symmetric and doubly stochastic on an undirected graph
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quiverfl.methods.contract import Message, Method, Start, Train
+from quiverfl.methods.options import Count, NotNegative
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.sharpness import ascend
+from quiverfl.methods.state import Model
+from quiverfl.task import Point, Task
+
+
+@dataclass(frozen=True)
+class DFedSAM(Method[Model]):
+    epochs: Count = 5
+    rho: NotNegative = 0.05
+
+    name = "dfedsam"
+    title = "DFedSAM"
+
+    def init(self, task: Task, start: Start) -> Model:
+        return Model(*start.point)
+
+    def phases(self, task: Task) -> tuple[Train, ...]:
+        """Lines 5-9: the gradient at y + ρ g/‖g‖, the step from y."""
+        return (train_whole(self.epochs, lookahead=ascend(self.rho)),)
+
+    def message(self, state: Model) -> Message:
+        return {"u": state.u, "v": state.v}
+
+    def merge(self, state: Model, mixed: Message) -> Model:
+        return Model(u=mixed["u"], v=mixed["v"])
+
+    def personal(self, state: Model) -> Point:
+        return model(state)

@@ -1,0 +1,96 @@
+"""FedProto: clients exchange the mean features of every class, and no parameters at all.
+
+Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022,
+Algorithm 1.
+
+    paper      here                 meaning
+    C_i^(j)    sums / counts        prototype of class j at client i: the mean of the features
+    |D_i,j|    counts               samples of class j at client i
+    C̄^(j)      prototypes           the mean over clients; known where somebody has the class
+    λ          proximal             strength of the pull towards C̄
+
+Difference from the paper: evaluated by the model's own classifier, not by the nearest prototype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Loss, Message, Method, Moment, Once, Phase, Start
+from quiverfl.methods.options import Count, NotNegative
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.state import Personal, Shared
+from quiverfl.task import Point, Seen, Task
+
+
+class ProtoState(NamedTuple):
+    u: Shared
+    v: Personal
+    sums: Tensor  # per class, of what the head is given: [classes, features]
+    counts: Tensor  # samples of every class: [classes]
+    prototypes: Tensor  # of all clients, as received: [classes, features]
+    known: Tensor  # 1 for the classes that have one: [classes]
+
+
+@dataclass(frozen=True)
+class FedProto(Method[ProtoState]):
+    epochs: Count = 5
+    proximal: NotNegative = 1.0
+
+    name = "fedproto"
+    title = "FedProto"
+    topology = "star"
+
+    def init(self, task: Task, start: Start) -> ProtoState:
+        if len(start.features) != 1 or len(start.outputs) != 1:
+            raise QuiverError(
+                "fedproto needs one head that is given a vector and returns a number per class: "
+                f"here it is given {start.features or 'nothing known'} and returns {start.outputs}."
+            )
+        zero = start.point.shared.new_zeros(start.outputs[0], start.features[0])
+        return ProtoState(*start.point, zero, zero[:, 0], zero, zero[:, 0])
+
+    def phases(self, task: Task) -> tuple[Phase[ProtoState], ...]:
+        def drawn(
+            seen: Seen, targets: Tensor, state: ProtoState, teachers: tuple[Seen, ...]
+        ) -> Tensor:
+            """Equation 8: ℓ_S + λ · the distance to the class's prototype."""
+            away = (seen.features - state.prototypes[targets]).square().mean(dim=1)
+            return task.loss(seen.outputs, targets) + self.proximal * state.known[targets] * away
+
+        return train_whole(self.epochs, loss=Loss(drawn, features=True)), Once(
+            self._collect, statistics=self._per_class
+        )
+
+    def _per_class(
+        self, seen: Seen, targets: Tensor, weights: Tensor, state: ProtoState
+    ) -> Message:
+        """Equation 3, before the division."""
+        member = one_hot(targets, len(state.counts)).to(seen.features.dtype) * weights[:, None]
+        return {"sums": member.T @ seen.features, "counts": member.sum(dim=0)}
+
+    def _collect(self, state: ProtoState, moment: Moment) -> ProtoState:
+        assert moment.statistics is not None
+        return state._replace(**moment.statistics)
+
+    def message(self, state: ProtoState) -> Message:
+        """Copies, since a client that does not train next sends the same again."""
+        return {"sums": state.sums.clone(), "counts": state.counts.clone()}
+
+    def merge(self, state: ProtoState, mixed: Message) -> ProtoState:
+        """Equation 6: the mean over clients, weighted by their samples of the class."""
+        held = mixed["counts"] > 0
+        mean = mixed["sums"] / mixed["counts"].where(held, 1.0)[:, None]
+        return state._replace(
+            prototypes=torch.where(held[:, None], mean, state.prototypes),
+            known=torch.where(held, 1.0, state.known),
+        )
+
+    def personal(self, state: ProtoState) -> Point:
+        return model(state)

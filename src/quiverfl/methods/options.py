@@ -1,0 +1,69 @@
+"""A method's options: their types say which values are allowed; one place refuses the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from quiverfl.errors import QuiverError, nearest
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Numbers from `low` to `high`; `words` say so."""
+
+    words: str
+    low: float
+    high: float = math.inf
+    open: bool = False  # without `low` itself
+    whole: bool = False
+
+    def admits(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        return self.low < value <= self.high or (value == self.low and not self.open)
+
+
+Count: TypeAlias = Annotated[int, Bound("a whole number ≥ 0", 0, whole=True)]
+Number: TypeAlias = Annotated[int, Bound("a whole number ≥ 1", 1, whole=True)]
+Positive: TypeAlias = Annotated[float, Bound("positive", 0, open=True)]
+NotNegative: TypeAlias = Annotated[float, Bound("0 or more", 0)]
+UnitInterval: TypeAlias = Annotated[float, Bound("in [0, 1]", 0, 1)]
+Fraction: TypeAlias = Annotated[float, Bound("in (0, 1]", 0, 1, open=True)]
+
+
+def check_options(method: Any) -> None:
+    """Refuse a value that its option's type does not allow; say which would be."""
+    if not is_dataclass(method):
+        return
+    hints = get_type_hints(type(method), include_extras=True)
+    for field in fields(method):
+        _check(field.name, getattr(method, field.name), hints[field.name])
+
+
+def options_of(method: Any) -> dict[str, Any]:
+    """What a method was made with, by name; nothing if it is not a data class."""
+    if is_dataclass(method) and not isinstance(method, type):
+        return asdict(method)
+    return {}
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    if get_origin(hint) in (Union, UnionType):
+        if value is None and type(None) in get_args(hint):
+            return
+        optional = next(kind for kind in get_args(hint) if kind is not type(None))
+        return _check_bound(name, value, optional, ", or left out")
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise QuiverError(f"method.{name} = {value!r}: {nearest(str(value), get_args(hint))}")
+    if hint is bool and not isinstance(value, bool):
+        raise QuiverError(f"method.{name} = {value!r}: it must be true or false.")
+    _check_bound(name, value, hint, "")
+
+
+def _check_bound(name: str, value: Any, hint: Any, otherwise: str) -> None:
+    for bound in getattr(hint, "__metadata__", ()):
+        if isinstance(bound, Bound) and not bound.admits(value):
+            raise QuiverError(f"method.{name} = {value!r}: it must be {bound.words}{otherwise}.")

@@ -1,0 +1,79 @@
+"""Per-FedAvg (first order): a model that is good after one step of each client.
+
+Fallah, Mokhtari and Ozdaglar, "Personalized Federated Learning with Theoretical Guarantees: A
+Model-Agnostic Meta-Learning Approach", NeurIPS 2020, Algorithm 1 without the Hessian (FO).
+
+    paper      here           meaning
+    w          (state.u, .v)  the meta-model, averaged
+    α          inner_lr       the step a client takes to make it its own
+    β          Training.lr    the step of the meta-model
+    D, D'      the first half of a batch, and the rest
+
+What is evaluated is a copy after one step with α on the client's own data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quiverfl.methods.contract import Lookahead, Message, Method, Start, Train
+from quiverfl.methods.options import Count, Positive
+from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
+from quiverfl.task import Point, Task
+from quiverfl.training import Training
+
+
+@dataclass(frozen=True)
+class PerFedAvg(Method[ServerState]):
+    epochs: Count = 5
+    inner_lr: Positive = 0.01
+    weighting: Weighting = "samples"
+
+    name = "perfedavg"
+    title = "Per-FedAvg"
+    topology = "star"
+
+    def init(self, task: Task, start: Start) -> ServerState:
+        return ServerState(*start.point, samples=sample_weight(start, self.weighting))
+
+    def phases(self, task: Task) -> tuple[Train, ...]:
+        """Lines 7-8: w̃ = w - α ∇f(w, D), then w ← w - β ∇f(w̃, D')."""
+        return (train_whole(self.epochs, lookahead=Lookahead(self._inner, halves=True)),)
+
+    def _inner(self, gradient: Point, w: Point, state: ServerState) -> Point:
+        return Point(
+            w.shared - self.inner_lr * gradient.shared,
+            w.personal - self.inner_lr * gradient.personal,
+        )
+
+    def message(self, state: ServerState) -> Message:
+        return weighted(state.samples, u=state.u, v=state.v)
+
+    def merge(self, state: ServerState, mixed: Message) -> ServerState:
+        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+
+    def personal(self, state: ServerState) -> Point:
+        return model(state)
+
+    def adapt(self, task: Task) -> Train[Point]:
+        """One inner step on the copy that is evaluated: the state here is that copy."""
+        return Train(
+            part="whole",
+            steps=1,
+            point=lambda copy: copy,
+            absorb=lambda _, adapted: adapted.point,
+            settings=self._inner_settings,
+        )
+
+    def _inner_settings(self, training: Training) -> Training:
+        return replace(
+            training,
+            lr=self.inner_lr,
+            lr_decay=1.0,
+            momentum=0.0,
+            weight_decay=0.0,
+            clip_norm=None,
+            optimizer="sgd",
+            nesterov=False,
+        )

@@ -1,0 +1,107 @@
+"""SCAFFOLD: local steps corrected by control variates, so that clients do not drift apart.
+
+Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
+Algorithm 1 with option II. Line numbers are its own.
+
+    paper      here                  meaning
+    x          (state.u, state.v)    the model, before training
+    y_i        (state.u, state.v)    the model, after training
+    c_i        (control_u, _v)       the client's control variate
+    c          (server_u, _v)        the server's; every client has a copy
+    K, η_l     Trained.steps, .rate  local steps and their rate
+    |S|/N      Trained.share         of the clients, those who train in this round
+
+Differences from the paper: the global step size is 1; with momentum the formula of option II is
+taken as it is, though it is made for plain SGD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quiverfl.methods.contract import Message, Method, Start, Train, Trained
+from quiverfl.methods.options import Count
+from quiverfl.methods.parts import model
+from quiverfl.methods.state import Personal, Shared
+from quiverfl.task import Point, Task
+
+
+class ScaffoldState(NamedTuple):
+    u: Shared  # the model
+    v: Personal
+    control_u: Shared  # c_i, of this client
+    control_v: Personal
+    server_u: Shared  # c, as this client has it from the server
+    server_v: Personal
+    change_u: Shared  # what this client adds to c in this round
+    change_v: Personal
+
+
+@dataclass(frozen=True)
+class SCAFFOLD(Method[ScaffoldState]):
+    epochs: Count = 5
+
+    name = "scaffold"
+    title = "SCAFFOLD"
+    topology = "star"
+
+    def init(self, task: Task, start: Start) -> ScaffoldState:
+        zero = Point(*(torch.zeros_like(part) for part in start.point))
+        return ScaffoldState(*start.point, *zero, *zero, *zero)
+
+    def phases(self, task: Task) -> tuple[Train[ScaffoldState], ...]:
+        return (
+            Train(
+                part="whole",
+                epochs=self.epochs,
+                point=model,
+                gradient=self._corrected,
+                absorb=self._controlled,
+            ),
+        )
+
+    def _corrected(self, gradient: Point, y: Point, state: ScaffoldState) -> Point:
+        """Line 10: g_i(y_i) - c_i + c."""
+        return Point(
+            gradient.shared - state.control_u + state.server_u,
+            gradient.personal - state.control_v + state.server_v,
+        )
+
+    def _controlled(self, state: ScaffoldState, y: Trained) -> ScaffoldState:
+        """Line 12, option II: c_i⁺ = c_i - c + (x - y_i) / (K η_l). Line 13: y and c_i⁺ - c_i."""
+        way = y.steps * y.rate
+        change_u = (state.u - y.shared) / way - state.server_u
+        change_v = (state.v - y.personal) / way - state.server_v
+        return state._replace(
+            u=y.shared,
+            v=y.personal,
+            control_u=state.control_u + change_u,
+            control_v=state.control_v + change_v,
+            change_u=change_u * y.share,
+            change_v=change_v * y.share,
+        )
+
+    def message(self, state: ScaffoldState) -> Message:
+        return {
+            "u": state.u,
+            "v": state.v,
+            "change_u": state.change_u,
+            "change_v": state.change_v,
+        }
+
+    def merge(self, state: ScaffoldState, mixed: Message) -> ScaffoldState:
+        """Lines 16-17: x ← the mean of the y_i; c ← c + (|S|/N) · the mean of the c_i⁺ - c_i."""
+        return state._replace(
+            u=mixed["u"],
+            v=mixed["v"],
+            server_u=state.server_u + mixed["change_u"],
+            server_v=state.server_v + mixed["change_v"],
+            change_u=torch.zeros_like(mixed["change_u"]),
+            change_v=torch.zeros_like(mixed["change_v"]),
+        )
+
+    def personal(self, state: ScaffoldState) -> Point:
+        return model(state)

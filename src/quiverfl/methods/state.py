@@ -1,0 +1,58 @@
+"""The fields of a method's state. Their types say how they lie; engine and peers read that.
+
+    class PushSumState(NamedTuple):
+        u: Shared       # a vector like the shared parameters
+        v: Personal     # a vector like the personal ones
+        mu: Scalar      # one number
+
+A field declared as a plain Tensor may have any shape, such as one prototype for every class.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_type_hints
+
+from torch import Tensor
+
+Role: TypeAlias = Literal["shared", "personal", "scalar", "any"]
+
+Shared: TypeAlias = Annotated[Tensor, "shared"]
+Personal: TypeAlias = Annotated[Tensor, "personal"]
+Scalar: TypeAlias = Annotated[Tensor, "scalar"]
+
+
+State: TypeAlias = tuple[Tensor, ...]
+"""A NamedTuple of tensors, declared by each method."""
+
+
+def roles(kind: type) -> dict[str, Role]:
+    """The role of every field of a state, in their order."""
+    return _roles(kind)
+
+
+@cache
+def _roles(kind: Any) -> dict[str, Role]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: _role(hints[name]) for name in getattr(kind, "_fields", ())}
+
+
+def fields_of(state: State, role: Role) -> dict[str, Tensor]:
+    """The fields of one role, by name."""
+    pairs = zip(roles(type(state)).items(), state, strict=True)
+    return {name: leaf for (name, kind), leaf in pairs if kind == role}
+
+
+def _role(hint: Any) -> Role:
+    for mark in getattr(hint, "__metadata__", ()):
+        if mark in ("shared", "personal", "scalar"):
+            role: Role = mark
+            return role
+    return "any"
+
+
+class Model(NamedTuple):
+    """The state of methods that keep a model and nothing else."""
+
+    u: Shared
+    v: Personal
