@@ -12,6 +12,12 @@ from transcriptions.spec import BODY, HEAD
 
 METHODS = ("Local", "FedAvg", "FedPer", "FedRep", "FedBABU", "Ditto", "DFedAvgM", "DFedAvgMP")
 METHODS += ("OSGP", "DisPFL", "DFedPGP")
+METHODS += ("FedProx", "SCAFFOLD", "MOON", "FedProto", "APFL", "PFedMe", "PerFedAvg")
+METHODS += ("DFedSAM", "DFedPGPSAM", "PushDIGing")
+STARS = ("FedAvg", "FedPer", "FedRep", "FedBABU", "Ditto")
+STARS += ("FedProx", "SCAFFOLD", "MOON", "FedProto", "APFL", "PFedMe", "PerFedAvg")
+PUSHES = ("OSGP", "OSGP, floor", "DFedPGP", "DFedPGP, floor")
+PUSHES += ("DFedPGPSAM", "DFedPGPSAM, floor", "PushDIGing")
 EXECUTORS = ("vectorized", "sequential")
 
 
@@ -35,7 +41,7 @@ def test_every_method_has_a_transcription_with_full_and_with_mini_batches() -> N
         assert sizes == {4, None}, method
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedPer", "FedRep", "FedBABU", "Ditto"])
+@pytest.mark.parametrize("name", STARS)
 def test_the_star_leaves_clients_idle(name: str) -> None:
     """So that the rule for the local stage of idle clients is really exercised."""
     case = CASES[name]
@@ -62,7 +68,7 @@ def test_some_messages_are_due_to_an_offline_client(name: str) -> None:
     assert waiting > 0
 
 
-@pytest.mark.parametrize("name", ["OSGP", "OSGP, floor", "DFedPGP", "DFedPGP, floor"])
+@pytest.mark.parametrize("name", PUSHES)
 def test_push_sum_weights_move(name: str) -> None:
     """Far enough from 1 that forgetting them shows, and on both sides of the floor."""
     state = [product(CASES[name], "sequential").state(i) for i in range(CLIENTS)]

@@ -1,32 +1,52 @@
-"""The eleven methods once more, written from their specification and not from the product.
+"""All methods once more, written from their specification and not from the product.
 
 Plain loops over rounds, clients, epochs, batches and named tensors, in float64. They share nothing
 but what the specification states once for all methods (`spec.py`). Each takes `mutant`, the name of
 a deliberate error: the tests show that the product differs from every one of them.
 """
 
+from transcriptions.apfl import apfl
 from transcriptions.dfedavgm import dfedavgm
 from transcriptions.dfedavgmp import dfedavgmp
 from transcriptions.dfedpgp import dfedpgp
+from transcriptions.dfedpgpsam import dfedpgpsam
+from transcriptions.dfedsam import dfedsam
 from transcriptions.dispfl import dispfl
 from transcriptions.ditto import ditto
 from transcriptions.fedavg import fedavg
 from transcriptions.fedbabu import fedbabu
 from transcriptions.fedper import fedper
+from transcriptions.fedproto import fedproto
+from transcriptions.fedprox import fedprox
 from transcriptions.fedrep import fedrep
 from transcriptions.local import local
+from transcriptions.moon import moon
 from transcriptions.osgp import osgp
+from transcriptions.perfedavg import perfedavg
+from transcriptions.pfedme import pfedme
+from transcriptions.pushdiging import pushdiging
+from transcriptions.scaffold import scaffold
 
 __all__ = [
+    "apfl",
     "dfedavgm",
     "dfedavgmp",
     "dfedpgp",
+    "dfedpgpsam",
+    "dfedsam",
     "dispfl",
     "ditto",
     "fedavg",
     "fedbabu",
     "fedper",
+    "fedproto",
+    "fedprox",
     "fedrep",
     "local",
+    "moon",
     "osgp",
+    "perfedavg",
+    "pfedme",
+    "pushdiging",
+    "scaffold",
 ]

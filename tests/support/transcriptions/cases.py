@@ -42,8 +42,17 @@ ALTERNATING = {"personal_epochs": 2, "shared_epochs": 3}
 BABU = {"epochs": 2, "finetune_epochs": 2, "finetune_lr": 0.05}
 DITTO = {"epochs": 2, "personal_epochs": 3, "proximal": 0.75}
 SPARSE = {"epochs": 2, "prune_rate": 0.5}
+PROX = {"epochs": 2, "proximal": 0.5}
+MOON = {"epochs": 2, "contrast": 2.0, "temperature": 0.5}
+PROTO = {"epochs": 2, "proximal": 2.0}
+PFEDME = {"steps": 3, "inner_steps": 2, "proximal": 1.5}
+PER = {"epochs": 2, "inner_lr": 0.3}
+SAM = {"epochs": 2, "rho": 0.3}
+PGP_SAM = {**ALTERNATING, "rho": 0.3}
 FULL: dict[str, Any] = {"batch_size": None, "epochs_per_client": None}
 PLAIN_RATE: dict[str, Any] = {"personal_lr": None, "clip_norm": None}
+BY_STEPS: dict[str, Any] = {"epochs_per_client": None}
+TRACKED: dict[str, Any] = {**BY_STEPS, "rounds": 6, "clip_norm": 1.0}
 EXACT: dict[str, Any] = {"tolerance": 1e-12}
 
 CASES: dict[str, Case] = {
@@ -110,4 +119,55 @@ CASES: dict[str, Case] = {
     "DFedPGP, personal input layer": Case("DFedPGP", ALTERNATING, push, personal="body.0", **EXACT),
     "DFedPGP, head first": Case("DFedPGP", ALTERNATING, push, model=HeadFirst, **EXACT),
     "DFedPGP, floor": Case("DFedPGP", {**ALTERNATING, "step_floor": 0.8}, push, **EXACT),
+    "FedProx": Case("FedProx", PROX, star),
+    "FedProx, full batch": Case("FedProx", PROX, star, clip_norm=0.9, **FULL),
+    "FedProx, uniform": Case("FedProx", {**PROX, "weighting": "uniform"}, star, **PLAIN_RATE),
+    "FedProx, rows": Case("FedProx", PROX, row_stochastic),
+    "FedProx, own starts": Case("FedProx", PROX, star, common_init=False),
+    "SCAFFOLD": Case("SCAFFOLD", EPOCHS, star),
+    "SCAFFOLD, full batch": Case("SCAFFOLD", EPOCHS, star, **FULL),
+    "SCAFFOLD, plain steps": Case("SCAFFOLD", EPOCHS, star, momentum=0.0, **PLAIN_RATE),
+    "SCAFFOLD, rows": Case("SCAFFOLD", EPOCHS, row_stochastic),
+    "SCAFFOLD, offline": Case("SCAFFOLD", EPOCHS, some_offline(regular)),
+    "SCAFFOLD, own starts": Case("SCAFFOLD", EPOCHS, star, common_init=False),
+    "MOON": Case("MOON", MOON, star, clip_norm=1.0),
+    "MOON, full batch": Case("MOON", MOON, star, clip_norm=1.0, **FULL),
+    "MOON, uniform": Case("MOON", {**MOON, "weighting": "uniform"}, star, **PLAIN_RATE),
+    "MOON, rows": Case("MOON", MOON, row_stochastic, clip_norm=1.0),
+    "MOON, own starts": Case("MOON", MOON, star, clip_norm=1.0, common_init=False),
+    "FedProto": Case("FedProto", PROTO, star),
+    "FedProto, full batch": Case("FedProto", PROTO, star, **FULL),
+    "FedProto, rows": Case("FedProto", PROTO, row_stochastic),
+    "FedProto, offline": Case("FedProto", PROTO, some_offline(regular)),
+    "FedProto, own starts": Case("FedProto", PROTO, star, common_init=False),
+    "APFL": Case("APFL", EPOCHS, star),
+    "APFL, full batch": Case("APFL", EPOCHS, star, **FULL),
+    "APFL, fixed": Case("APFL", {**EPOCHS, "adaptive": False}, star),
+    "APFL, rows": Case("APFL", EPOCHS, row_stochastic, rounds=8),
+    "APFL, own starts": Case("APFL", EPOCHS, star, common_init=False),
+    "APFL, no clipping": Case("APFL", EPOCHS, star, **PLAIN_RATE),
+    "PFedMe": Case("PFedMe", PFEDME, star, **BY_STEPS),
+    "PFedMe, full batch": Case("PFedMe", PFEDME, star, **FULL),
+    "PFedMe, rows": Case("PFedMe", PFEDME, row_stochastic, **BY_STEPS),
+    "PFedMe, own starts": Case("PFedMe", PFEDME, star, common_init=False, **BY_STEPS),
+    "PFedMe, no clipping": Case("PFedMe", PFEDME, star, **PLAIN_RATE, **BY_STEPS),
+    "PerFedAvg": Case("PerFedAvg", PER, star),
+    "PerFedAvg, full batch": Case("PerFedAvg", PER, star, **FULL),
+    "PerFedAvg, uniform": Case("PerFedAvg", {**PER, "weighting": "uniform"}, star, **PLAIN_RATE),
+    "PerFedAvg, rows": Case("PerFedAvg", PER, row_stochastic),
+    "DFedSAM": Case("DFedSAM", SAM, regular),
+    "DFedSAM, full batch": Case("DFedSAM", SAM, ring, **FULL),
+    "DFedSAM, offline": Case("DFedSAM", SAM, some_offline(regular)),
+    "DFedSAM, rows": Case("DFedSAM", SAM, row_stochastic, common_init=False),
+    "DFedPGPSAM": Case("DFedPGPSAM", PGP_SAM, push),
+    "DFedPGPSAM, full batch": Case("DFedPGPSAM", PGP_SAM, push, **FULL),
+    "DFedPGPSAM, pull": Case("DFedPGPSAM", PGP_SAM, pull),
+    "DFedPGPSAM, columns": Case("DFedPGPSAM", PGP_SAM, column_stochastic, common_init=False),
+    "DFedPGPSAM, offline": Case("DFedPGPSAM", PGP_SAM, some_offline(push), rounds=5),
+    "DFedPGPSAM, floor": Case("DFedPGPSAM", {**PGP_SAM, "step_floor": 0.8}, push),
+    "PushDIGing": Case("PushDIGing", {}, push, **TRACKED),
+    "PushDIGing, full batch": Case("PushDIGing", {}, push, batch_size=None, **TRACKED),
+    "PushDIGing, columns": Case("PushDIGing", {}, column_stochastic, **TRACKED),
+    "PushDIGing, offline": Case("PushDIGing", {}, some_offline(push), **TRACKED),
+    "PushDIGing, own starts": Case("PushDIGing", {}, push, common_init=False, **TRACKED),
 }

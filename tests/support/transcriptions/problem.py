@@ -213,10 +213,14 @@ def differences(seen: Observed, outcome: Outcome) -> dict[str, float]:
 
 def _apart(actual: Any, expected: Any) -> float:
     if not isinstance(expected, dict):
-        return _relative(torch.as_tensor(actual), torch.tensor(expected, dtype=torch.float64))
+        return _relative(_number(actual), _number(expected))
     if actual.keys() != expected.keys():
         return float("inf")
     return max(_relative(actual[name], expected[name]) for name in expected)
+
+
+def _number(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:

@@ -81,6 +81,12 @@ def forward(weights: Weights, x: Tensor) -> Tensor:
     return hidden @ weights["head.weight"].T + weights["head.bias"]
 
 
+def features(weights: Weights, x: Tensor) -> Tensor:
+    """What the head is given."""
+    hidden = torch.tanh(x @ weights["body.0.weight"].T + weights["body.0.bias"])
+    return torch.tanh(hidden @ weights["body.2.weight"].T + weights["body.2.bias"])
+
+
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
     """The mean over the samples that are there."""
     return nn.functional.cross_entropy(outputs, y)
@@ -118,6 +124,16 @@ def gradient(
     loss = cross_entropy(forward({**weights, **trained}, x), y)
     if mutant == "mean over the padded batch":
         loss = loss * len(y) / (setting.training.batch_size or len(y))
+    found = torch.autograd.grad(loss, [trained[name] for name in names])
+    return dict(zip(names, found, strict=True))
+
+
+def gradient_of(
+    objective: Callable[[Weights], Tensor], weights: Weights, names: Sequence[str]
+) -> Weights:
+    """Of a loss that a method has of its own, with respect to the named tensors."""
+    trained = {name: weights[name].detach().requires_grad_(True) for name in names}
+    loss = objective({**weights, **trained})
     found = torch.autograd.grad(loss, [trained[name] for name in names])
     return dict(zip(names, found, strict=True))
 
@@ -171,3 +187,38 @@ def step(
 
 def same_rate(names: Sequence[str], rate: float) -> dict[str, float]:
     return dict.fromkeys(names, rate)
+
+
+def mixed(p: np.ndarray, messages: Sequence[Weights]) -> list[Weights]:
+    """Σ_j P[i, j] · message_j for every receiver i."""
+    sums: list[Weights] = []
+    for i in range(len(messages)):
+        total = {name: torch.zeros_like(tensor) for name, tensor in messages[i].items()}
+        for j in range(len(messages)):
+            for name in total:
+                total[name] = total[name] + float(p[i, j]) * messages[j][name]
+        sums.append(total)
+    return sums
+
+
+def averaged(p: np.ndarray, messages: Sequence[Weights], counts: Sequence[float]) -> list[Weights]:
+    """Σ_j P[i, j] n_j m_j / Σ_j P[i, j] n_j; who hears of nobody keeps its own."""
+    means: list[Weights] = []
+    for i in range(len(messages)):
+        total = sum(float(p[i, j]) * counts[j] for j in range(len(messages)))
+        if total == 0.0:
+            means.append(copied(messages[i]))
+            continue
+        mean = {name: torch.zeros_like(tensor) for name, tensor in messages[i].items()}
+        for j in range(len(messages)):
+            for name in mean:
+                mean[name] = mean[name] + float(p[i, j]) * counts[j] * messages[j][name]
+        means.append({name: mean[name] / total for name in mean})
+    return means
+
+
+def sample_counts(setting: Setting, weighting: str = "samples") -> list[float]:
+    """What a mean is weighted by."""
+    if weighting == "uniform":
+        return [1.0 for _ in setting.clients]
+    return [float(setting.samples(j)) for j in setting.clients]
