@@ -76,6 +76,17 @@ METHODS: list[tuple[Any, list[Graphs]]] = [
     (qv.DisPFL(epochs=1), [REGULAR, SOME]),
     (qv.DisPFL(epochs=1, regrow="gradient"), [REGULAR]),
     (qv.DFedPGP(shared_epochs=2), [PUSH, PULL, AWAY]),
+    (qv.FedProx(epochs=2, proximal=0.2), [STAR, PULL]),
+    (qv.SCAFFOLD(epochs=2), [STAR, SOME]),
+    (qv.MOON(epochs=1), [STAR, PULL]),
+    (qv.FedProto(epochs=1), [STAR, SOME]),
+    (qv.APFL(epochs=2), [STAR, PULL]),
+    (qv.APFL(epochs=1, adaptive=False), [STAR]),
+    (qv.PFedMe(steps=4, inner_steps=2, proximal=2.0), [STAR, PULL]),
+    (qv.PerFedAvg(epochs=2, inner_lr=0.1), [STAR, PULL]),
+    (qv.DFedSAM(epochs=2), [REGULAR, SOME]),
+    (qv.DFedPGPSAM(shared_epochs=2), [PUSH, PULL, AWAY]),
+    (qv.PushDIGing(), [PUSH, AWAY]),
 ]
 """One row per method: a new method is a row here, and every law below is tried on it."""
 

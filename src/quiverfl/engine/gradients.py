@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.context import PhaseContext
 from quiverfl.engine.stepper import weights_of
-from quiverfl.engine.trainer import Trainer
 from quiverfl.methods.contract import Part
 from quiverfl.methods.state import fields_of
 from quiverfl.task import Point
@@ -33,7 +33,7 @@ SLAB = 512
 
 def gradient_norms(shard: Shard) -> dict[str, float]:
     """Δ_ū and Δ_v of the states as they are now, for a shard that holds every client."""
-    trainer = shard.trainer
+    context = shard.context
     mean = mean_shared(shard)
     shared = torch.zeros_like(mean, dtype=torch.float64)
     personal = 0.0
@@ -41,8 +41,8 @@ def gradient_norms(shard: Shard) -> dict[str, float]:
         own: Point = torch.vmap(shard.method.personal)(shard.rows(group.rows))
         agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
         common = Point(agreed, own.personal)
-        shared += full_gradient(trainer, common, "shared", group.rows).sum(dim=0)
-        personal += float(full_gradient(trainer, own, "personal", group.rows).square().sum())
+        shared += full_gradient(context, common, "shared", group.rows).sum(dim=0)
+        personal += float(full_gradient(context, own, "personal", group.rows).square().sum())
     clients = len(shard.ids)
     return {
         "gradient_shared": float((shared / clients).square().sum()),
@@ -58,9 +58,9 @@ def mean_shared(shard: Shard) -> Tensor:
     return total / (len(shared) if mass is None else getattr(shard.state, mass).sum())
 
 
-def full_gradient(trainer: Trainer, point: Point, part: Part, rows: Integers) -> Tensor:
+def full_gradient(context: PhaseContext, point: Point, part: Part, rows: Integers) -> Tensor:
     """The gradient of each client's mean training loss, float64 [clients, size of the part]."""
-    sizes = trainer.examples.sizes[rows]
+    sizes = context.examples.sizes[rows]
     values = point.shared if part == "shared" else point.personal
     total = torch.zeros_like(values, dtype=torch.float64)
     if not values.shape[1]:
@@ -70,9 +70,9 @@ def full_gradient(trainer: Trainer, point: Point, part: Part, rows: Integers) ->
         counts = np.minimum(sizes[here] - begin, SLAB)
         width = int(counts.max())
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
-        x, y = trainer.examples.gather(rows[here], samples)
+        x, y = context.examples.gather(rows[here], samples)
         some = point if len(here) == len(rows) else Point(*(half[here] for half in point))
-        gradient = trainer.executor.bind(trainer.program(), some, part)
+        gradient = context.executor.bind(context.program(), some, part)
         slope = gradient(len(here), x, y, weights_of(counts, width, values))
         share = torch.from_numpy(counts / sizes[here]).to(total.device)
         total[here] += slope.double() * share.unsqueeze(1)

@@ -25,7 +25,6 @@ def play(
     topology: Topology,
     recorder: Recorder,
     settings: RunSettings,
-    *,
     start: int = 0,
     after_round: Callable[[int], None] = lambda _: None,
 ) -> None:

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.descent import Buffers
 from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.fit import check_phases, gradients_without_rate
 from quiverfl.engine.local_models import LocalModels
+from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.programs import choose_executor
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.start import initial_states
-from quiverfl.engine.trainer import Group, Place, Trainer
+from quiverfl.engine.trainer import Trainer
 from quiverfl.engine.workers import side_by_side, worker_count
 from quiverfl.errors import Diverged
 from quiverfl.methods.contract import Message, Method, Once, Phase
@@ -55,7 +57,7 @@ class Shard:
         self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
         examples = Examples(data.train, data, settings.dtype, where)
         self._test = Examples(data.test, data, settings.dtype, where)
-        self.trainer = Trainer(
+        self.context = PhaseContext(
             task,
             examples,
             training,
@@ -65,9 +67,11 @@ class Shard:
             settings.seed,
             settings.rounds,
         )
+        self._once = OnceSteps(self.context)
+        self.trainer = Trainer(self.context, self._once)
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         check_phases(method, self._phases, settings.epochs_per_client is not None)
-        self.state: Any = initial_states(task, method, self.trainer, self.ids, settings)
+        self.state: Any = initial_states(task, method, self.context, self.ids, settings)
         self.buffers: dict[int, Buffers] = {}
         """What the optimizers of some phases keep between rounds, by the number of the phase."""
         self.local = LocalModels()
@@ -76,7 +80,7 @@ class Shard:
 
     def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
         """Rows in chunks; clients of like size together, so that none waits for another."""
-        order = rows[np.argsort(-self.trainer.examples.sizes[rows], kind="stable")]
+        order = rows[np.argsort(-self.context.examples.sizes[rows], kind="stable")]
         width = width or self._executor.chunk
         for begin in range(0, len(order), width):
             chunk = order[begin : begin + width]
@@ -115,7 +119,7 @@ class Shard:
 
         self._side_by_side(work, self.groups(np.flatnonzero(active)))
         if active.any():
-            gradients_without_rate(self.method, self._phases, self.trainer.rate_was_read)
+            gradients_without_rate(self.method, self._phases, self._once.rate_was_read)
 
     def _side_by_side(self, work: Callable[[Group], None], groups: Iterable[Group]) -> None:
         workers = worker_count(len(self.ids)) if self._one_by_one else 1
@@ -123,7 +127,7 @@ class Shard:
 
     def _phase(self, phase: Phase, state: Any, group: Group, place: Place) -> Any:
         if isinstance(phase, Once):
-            state, steps = self.trainer.once(phase, self.method.personal, state, group, place)
+            state, steps = self._once.run(phase, self.method.personal, state, group, place)
             self.steps[group.rows] += steps
             return state
         epochs = None
@@ -188,7 +192,7 @@ class Shard:
 
         def work(group: Group) -> None:
             point = self._adapted(self._at_stage(group.rows, stage), group)
-            program = self.trainer.program()
+            program = self.context.program()
             metrics = metrics_of(self._task, program, self._executor, self._test, point, group.rows)
             self._check_loss(metrics["loss"], group, round)
             join(found, metrics, group.rows, len(everyone))

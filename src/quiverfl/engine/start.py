@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.context import PhaseContext
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.trainer import Trainer
 from quiverfl.errors import QuiverError
 from quiverfl.memory import in_large_pages
 from quiverfl.methods.contract import Method, Start
@@ -22,20 +22,20 @@ Integers = npt.NDArray[np.int64]
 
 
 def initial_states(
-    task: Task, method: Method, trainer: Trainer, ids: Integers, settings: RunSettings
+    task: Task, method: Method, context: PhaseContext, ids: Integers, settings: RunSettings
 ) -> Any:
     """A NamedTuple of stacked tensors: every client's `init`."""
     agreed = task.initial(settings.seed)
-    features, outputs = _shapes(trainer, agreed)
+    features, outputs = _shapes(context, agreed)
     stacked: list[Tensor] = []
     kind: Any = None
     for row, client in enumerate(ids):
         own = agreed if settings.common_init else task.initial(settings.seed, 1 + int(client))
         point, common = (
-            Point(*(part.to(trainer.device, settings.dtype) for part in at)) for at in (own, agreed)
+            Point(*(part.to(context.device, settings.dtype) for part in at)) for at in (own, agreed)
         )
         random = stream(settings.seed, "start", int(client))
-        samples = int(trainer.examples.sizes[row])
+        samples = int(context.examples.sizes[row])
         state = method.init(task, Start(point, common, samples, random, features, outputs))
         if kind is None:
             kind = type(state)
@@ -75,13 +75,13 @@ def check_state(method: Method, task: Task, state: Any) -> None:
         )
 
 
-def _shapes(trainer: Trainer, agreed: Point) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shapes(context: PhaseContext, agreed: Point) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of one sample's features (where there is a head) and outputs."""
-    if not len(trainer.examples.sizes):
+    if not len(context.examples.sizes):
         return (), ()
-    x, _ = trainer.examples.gather(np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64))
-    point = Point(*(part.to(trainer.device, trainer.dtype) for part in agreed))
-    program = trainer.program()
+    x, _ = context.examples.gather(np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64))
+    point = Point(*(part.to(context.device, context.dtype) for part in agreed))
+    program = context.program()
     named = program.named(point)
     with torch.no_grad():
         try:

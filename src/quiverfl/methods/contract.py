@@ -5,11 +5,9 @@
     message   what it sends (named tensors); what is sent as it is in the state is given away
     merge     the new state from what is left of the old one and the weighted sum of messages
     personal  the model it would use now: what is evaluated, at both stages
-    adapt     (optional) a phase to run on a copy of that model before it is evaluated
-    payload   (optional) the bytes of a message that is not sent whole
 
 Tensors carry no client axis here. The engine lifts these functions over stacked clients, so they
-use tensor operations only: no loop over clients, no branch on a tensor's value.
+use tensor operations only: no loop over clients, no branch on a value. optional.py has two more.
 """
 
 from __future__ import annotations
@@ -52,10 +50,6 @@ class Trained(NamedTuple):
     steps: Tensor  # steps this client took
     rate: Tensor  # η of the round
     share: Tensor  # of all clients, those who train in this round: |S| / N
-
-    @property
-    def point(self) -> Point:
-        return Point(self.shared, self.personal)
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class Train(Generic[S]):
     settings: Callable[[Training], Training] | None = None
     """Other optimizer settings for this phase only."""
     keep_optimizer: bool = False
-    """Momentum and the like live on to the next round; they start afresh otherwise."""
+    """Momentum and the like live on to the next round; otherwise they start afresh."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +120,6 @@ class Moment:
 
     @property
     def rate(self) -> float:
-        """η of the round."""
         return self.training.rate(self.round)
 
 
@@ -138,8 +131,7 @@ class Once(Generic[S]):
     gradient: bool = False
     noise: bool = False
     statistics: Callable[[Seen, Tensor, Tensor, S], Message] | None = None
-    """(seen, targets, weights, state) → sums over samples, of all the client's training samples.
-    Padding has weight 0."""
+    """(seen, targets, weights, state) → sums over all training samples; padding has weight 0."""
     at: Callable[[S], Point] | None = None
     """The model that gradient and statistics look through; `personal` unless given."""
     one_by_one: bool = False
@@ -165,10 +157,8 @@ class Method(Protocol[S]):
     name: ClassVar[str]
     title: ClassVar[str]  # as papers print it
     topology: ClassVar[str] = "random_regular"  # what "auto" means for it
-    mass: ClassVar[str | None] = None
-    """The leaf of state and message that is push-sum's weight, so that columns may sum to 1."""
-    unused: ClassVar[tuple[str, ...]] = ()
-    """Keys of [training] it has no use for; users are told."""
+    mass: ClassVar[str | None] = None  # push-sum's weight in state and message, if it has one
+    unused: ClassVar[tuple[str, ...]] = ()  # keys of [training] it has no use for
 
     @property
     def delay(self) -> int:

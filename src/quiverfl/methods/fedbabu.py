@@ -58,7 +58,7 @@ class FedBABU(Method[ServerState]):
             part="whole",
             epochs=self.finetune_epochs,
             point=lambda copy: copy,
-            absorb=lambda _, tuned: tuned.point,
+            absorb=lambda _, tuned: Point(tuned.shared, tuned.personal),
             settings=self._finetuning,
         )
 

@@ -61,6 +61,8 @@ class FedProto(Method[ProtoState]):
             seen: Seen, targets: Tensor, state: ProtoState, teachers: tuple[Seen, ...]
         ) -> Tensor:
             """Equation 8: ℓ_S + λ · the distance to the class's prototype."""
+            if targets.is_floating_point() or targets.ndim != 1:
+                raise QuiverError("fedproto needs one class label per sample as its target.")
             away = (seen.features - state.prototypes[targets]).square().mean(dim=1)
             return task.loss(seen.outputs, targets) + self.proximal * state.known[targets] * away
 

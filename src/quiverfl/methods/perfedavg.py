@@ -62,7 +62,7 @@ class PerFedAvg(Method[ServerState]):
             part="whole",
             steps=1,
             point=lambda copy: copy,
-            absorb=lambda _, adapted: adapted.point,
+            absorb=lambda _, adapted: Point(adapted.shared, adapted.personal),
             settings=self._inner_settings,
         )
 

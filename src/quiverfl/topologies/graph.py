@@ -1,14 +1,13 @@
 """A round's graph: who trains, who sends to whom, and with which weight.
 
-weights[receiver, sender]: mixed_i = Σ_j weights[i, j] · message_j. Every client is its own
-neighbour. A star or a full graph has one row for all; a larger form is made only when asked for.
+weights[receiver, sender]: mixed_i = Σ_j weights[i, j] · message_j. All are their own neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +45,7 @@ class Graph:
     def clients(self) -> int:
         return len(self.active)
 
-    @cached_property
+    @property
     def one_row(self) -> bool:
         """Whether all clients receive the same sum, so that it need be computed only once."""
         return self.matrix.shape[0] == 1
@@ -61,26 +60,21 @@ class Graph:
     def weights(self) -> Floats:
         """The dense matrix, float64 [m, m], for a few thousand clients at most."""
         if self.clients > DENSE_LIMIT:
-            raise QuiverError(
-                f"a dense matrix of {self.clients} clients is too large (limit {DENSE_LIMIT}): "
-                "use graph.sparse, a scipy CSR array."
-            )
+            size = f"a dense matrix of {self.clients} clients is too large (limit {DENSE_LIMIT})"
+            raise QuiverError(f"{size}: use graph.sparse, a scipy CSR array.")
         dense: Floats = self.sparse.toarray()
         return dense
 
     @cached_property
     def row_stochastic(self) -> bool:
-        return _all_one(self.matrix.sum(axis=1))
+        return bool(np.abs(self.matrix.sum(axis=1) - 1).max() <= TOLERANCE)
 
     @cached_property
     def column_stochastic(self) -> bool:
-        return _all_one(self.matrix.sum(axis=0) * (self.clients / self.matrix.shape[0]))
+        sums = self.matrix.sum(axis=0) * (self.clients / self.matrix.shape[0])
+        return bool(np.abs(sums - 1).max() <= TOLERANCE)
 
     @cached_property
     def senders(self) -> Integers:
         """Clients whose message is used by somebody."""
         return np.unique(self.matrix.indices).astype(np.int64)
-
-
-def _all_one(sums: npt.NDArray[Any]) -> bool:
-    return bool(np.abs(sums - 1).max() <= TOLERANCE)

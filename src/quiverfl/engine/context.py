@@ -1,0 +1,59 @@
+"""What the phases of a shard work with: data, model, optimizer settings, modules to compute on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quiverfl.engine.examples import Examples
+from quiverfl.engine.programs import Executor, Program
+from quiverfl.engine.workers import worker_place
+from quiverfl.task import Task
+from quiverfl.training import Training
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Clients computed together: their rows in the shard and their numbers in the federation."""
+
+    rows: Integers
+    ids: Integers
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which phase of which round it is, and which share of all clients trains in that round."""
+
+    round: int
+    number: int
+    share: float = 1.0
+
+
+@dataclass(eq=False)
+class PhaseContext:
+    """The same for all phases, rounds and clients."""
+
+    task: Task
+    examples: Examples
+    training: Training
+    executor: Executor
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    rounds: int
+    _programs: dict[tuple[int, int], Program] = field(default_factory=dict, init=False)
+
+    def program(self, slot: int = 0) -> Program:
+        """The worker's own, as a module can be bound to one model at a time."""
+        here = (worker_place(), slot)
+        if here not in self._programs:
+            first = next(iter(self._programs.values()), None)
+            self._programs[here] = (
+                Program.of(self.task, self.dtype, self.device) if first is None else first.another()
+            )
+        return self._programs[here]
