@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.experiment_keys import digest, experiment_settings, run_settings
 from quiverfl.methods import Method, find_method
 from quiverfl.topologies import TOPOLOGIES
 from quiverfl.training import Training
@@ -128,10 +127,6 @@ class RunConfig(Section):
     checkpoint_every: int = Field(default=10, ge=1)
 
 
-RUNTIME_KEYS = ("device", "threads", "checkpoint_every", "gradients")
-"""How a run is carried out and looked at: not part of what it is."""
-
-
 class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -141,13 +136,16 @@ class Config(Section):
     run: RunConfig = RunConfig()
     overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
 
+    def experiment(self) -> str:
+        """A hash of what makes the experiment: everything but seeds and how it is carried out.
+
+        Defaults are left out, so that a key that a later version adds changes nothing.
+        """
+        return digest(experiment_settings(self.model_dump(mode="json", exclude_defaults=True)))
+
     def identity(self) -> str:
-        """A hash of everything that decides what a run computes and records, not where and how."""
-        values = self.model_dump(mode="json", exclude={"overrides"})
-        for key in RUNTIME_KEYS:
-            values["run"].pop(key)
-        values["data"].pop("root")  # the same files may lie elsewhere on another machine
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        """A hash of what decides what a run computes and records: the experiment and its seeds."""
+        return digest(run_settings(self.model_dump(mode="json", exclude_defaults=True)))
 
     def with_values(self, values: Iterable[tuple[str, Any]]) -> Config:
         """The same with some keys set, each named `section.key`."""

@@ -20,15 +20,16 @@ import numpy as np
 import torch
 
 import quiverfl
-from quiverfl.config import RUNTIME_KEYS, Config, parse
+from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import Checkpoint, checkpoints, prune
 from quiverfl.engine.history import History, Metrics, Record, Recorder
 from quiverfl.errors import Diverged, QuiverError
+from quiverfl.experiment_keys import SCHEMA, first_identity, flat, run_settings
 from quiverfl.methods.contract import Train
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.run_files import finish, read_lines
+from quiverfl.results.run_files import finish, read_json, read_lines
 from quiverfl.topologies.graph import Topology
 
 
@@ -44,17 +45,25 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
-        return _read(path) if path.exists() else {}
+        return read_json(path) if path.exists() else {}
 
     def config(self) -> Config:
         """The configuration the run was started with."""
         if not self.holds_run():
             raise QuiverError(f"{self.path}: not a run folder (it has no config.json).")
-        written = _read(self.path / "config.json")
-        config = parse(written.get("config", {}), str(self.path / "config.json"))
-        if config.identity() != written.get("identity"):
+        path = self.path / "config.json"
+        written = read_json(path)
+        schema, tree = written.get("schema", 0), written.get("config", {})
+        if schema not in (0, SCHEMA):
             raise QuiverError(
-                f"{self.path / 'config.json'} was changed after the run was started: what is in "
+                f"{path} was written by a later version of Quiver ({written.get('quiver')}): "
+                "use that one, or start a new run in another folder."
+            )
+        config = parse(tree, str(path))
+        identity = config.identity() if schema else first_identity(tree)
+        if identity != written.get("identity"):
+            raise QuiverError(
+                f"{path} was changed after the run was started: what is in "
                 "the folder does not match it. Put it back, or start a new run in another folder."
             )
         return config
@@ -71,7 +80,7 @@ class RunFolder:
 
     def check_inputs(self, inputs: Mapping[str, str]) -> None:
         """Refuse data or code other than the run was made with, by their digests."""
-        theirs = _read(self.path / "config.json").get("inputs", {}) if self.holds_run() else {}
+        theirs = read_json(self.path / "config.json").get("inputs", {}) if self.holds_run() else {}
         for name, digest in inputs.items():
             if theirs.get(name, digest) != digest:
                 raise QuiverError(
@@ -95,6 +104,8 @@ class RunFolder:
         if not self.holds_run():
             text = {
                 "quiver": quiverfl.__version__,
+                "schema": SCHEMA,
+                "experiment": config.experiment(),
                 "identity": config.identity(),
                 "inputs": dict(inputs),
                 "config": config.model_dump(mode="json"),
@@ -191,7 +202,7 @@ class RunFolder:
     def close(self, summary: dict[str, Any], adaptation: Train | None) -> dict[str, Any]:
         """Parquet and the summary; its presence says that the run is complete."""
         finish(self.path)
-        written = _read(self.path / "config.json")
+        written = read_json(self.path / "config.json")
         tuned = None if adaptation is None else f"{adaptation.epochs} epochs of fine-tuning"
         protocol = EvaluationProtocol(finetune=tuned)
         text = {
@@ -239,25 +250,13 @@ def environment() -> dict[str, Any]:
 
 
 def _difference(first: Config, second: Config) -> str:
-    left, right = (c.model_dump(mode="json", exclude={"overrides"}) for c in (first, second))
+    left, right = (flat(run_settings(c.model_dump(mode="json"))) for c in (first, second))
     keys = [
-        f"{section}.{key}: {left[section].get(key)!r} there, {right[section].get(key)!r} here"
-        for section in left
-        for key in {**left[section], **right[section]}
-        if not (section == "run" and key in RUNTIME_KEYS)
-        if left[section].get(key) != right[section].get(key)
+        f"{key}: {left.get(key)!r} there, {right.get(key)!r} here"
+        for key in {**left, **right}
+        if left.get(key) != right.get(key)
     ]
     return "; ".join(keys[:3]) + ("; …" if len(keys) > 3 else "")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise QuiverError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise QuiverError(f"{path}: not a JSON object.")
-    return found
 
 
 def _read_round(path: Path) -> int:

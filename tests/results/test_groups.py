@@ -65,6 +65,33 @@ def test_a_run_whose_data_lie_elsewhere_is_the_same_experiment(tmp_path: Path) -
     assert group.seeds == (0, 1)
 
 
+def test_runs_are_one_experiment_where_their_folders_say_so(tmp_path: Path) -> None:
+    for seed, (name, level) in enumerate([("one", 1), ("one", 2), ("two", 1)]):
+        folder = write_run(tmp_path / str(seed), Recipe(rounds=2, seed=seed))
+        written = json.loads((folder / "config.json").read_text())
+        written["config"]["model"]["depth"] = level
+        write_json(folder / "config.json", {**written, "experiment": name})
+    assert [group.seeds for group in group_runs(find_runs([tmp_path]))] == [(0, 1), (2,)]
+
+
+@pytest.mark.parametrize(
+    "key", ["gradients", "executor", "keep_local", "device", "threads", "checkpoint_every"]
+)
+def test_older_folders_and_newer_ones_are_put_together_by_their_settings(
+    tmp_path: Path, key: str
+) -> None:
+    for seed in (0, 1):
+        topology = {"name": "ring", "participation": 0.5, "participation_seed": seed}
+        folder = write_run(tmp_path / str(seed), Recipe(topology=topology, rounds=2, seed=seed))
+        written = json.loads((folder / "config.json").read_text())
+        written["config"]["run"][key] = seed
+        if seed:
+            written["experiment"] = "of the newer one"
+        write_json(folder / "config.json", written)
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert (group.seeds, group.label) == ((0, 1), "DFedPGP")
+
+
 def test_methods_come_in_the_order_of_the_paper_and_keep_their_colour(tmp_path: Path) -> None:
     groups = group_runs(find_runs([write_comparison(tmp_path / "c", rounds=2)]))
     assert [group.label for group in groups] == ["Local", "FedAvg", "DFedPGP"]

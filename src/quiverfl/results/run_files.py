@@ -36,6 +36,8 @@ class RunResult:
 
     path: Path
     version: str
+    experiment: str | None
+    """What it has in common with its other seeds; None in a folder of version 0.1."""
     config: Mapping[str, Any]
     topology_options: Mapping[str, Any]
     """The topology that was used: its name and its options, with nothing left to "auto"."""
@@ -134,18 +136,19 @@ def read_run(folder: Path) -> RunResult:
     """One run folder, whatever state it is in."""
     if not is_run(folder):
         raise QuiverError(f"{folder} is not a run folder: it has no config.json.")
-    written = _read_json(folder / "config.json")
+    written = read_json(folder / "config.json")
     config = _mapping(written.get("config"))
-    summary = _read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     train_counts, test_counts = _read_counts(folder / "partition.npz")
     environment = folder / "environment.json"
     return RunResult(
         path=folder,
         version=str(written.get("quiver", "unknown")),
+        experiment=_text(written.get("experiment")),
         config=config,
         topology_options=_mapping(written.get("topology") or config.get("topology")),
         method_options={**_mapping(config.get("method")), **_mapping(summary.get("method"))},
-        environment=_read_json(environment) if environment.exists() else {},
+        environment=read_json(environment) if environment.exists() else {},
         history=_read_frame(folder, "history"),
         rounds=_read_frame(folder, "rounds"),
         train_counts=train_counts,
@@ -213,6 +216,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
+    if not isinstance(content, dict):
+        raise QuiverError(f"{path} is damaged: it should hold a JSON object.")
+    return content
+
+
 def _floats(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
@@ -239,18 +253,12 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
 def _changed(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
-    if not isinstance(content, dict):
-        raise QuiverError(f"{path} is damaged: it should hold a JSON object.")
-    return content
 
 
 def _read_counts(path: Path) -> tuple[Counts | None, Counts | None]:
