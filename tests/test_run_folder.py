@@ -20,6 +20,7 @@ from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import checkpoints
 from quiverfl.experiment import Experiment, run_in_folder
+from quiverfl.methods import METHODS, Method
 from quiverfl.results.groups import group_runs
 from quiverfl.results.run_files import find_runs
 from quiverfl.run_folder import RunFolder
@@ -194,6 +195,8 @@ def test_the_identities_are_written_once_and_reports_go_by_them(tmp_path: Path) 
         written = json.loads((tmp_path / str(seed) / "config.json").read_text())
         assert written["experiment"] == one.experiment() == config().experiment()
         assert written["identity"] == one.identity()
+        place = list(METHODS).index("dfedpgp")
+        assert written["method"] == {"name": "dfedpgp", "title": "DFedPGP", "order": place}
     (group,) = group_runs(find_runs([tmp_path]))
     assert group.seeds == (0, 1)
 
@@ -296,9 +299,9 @@ def test_a_diverging_run_keeps_what_it_had(tmp_path: Path) -> None:
     assert "diverged" not in RunFolder(tmp_path / "run").summary()
 
 
-def _parts(config: Config) -> tuple[Partition, Topology]:
+def _parts(config: Config) -> tuple[Partition, Topology, Method]:
     experiment = Experiment.of(config)
-    return experiment.partition, experiment.topology
+    return experiment.partition, experiment.topology, experiment.method
 
 
 @pytest.mark.parametrize("method", ["dfedpgp", "fedavg"])

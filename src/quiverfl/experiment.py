@@ -130,7 +130,7 @@ def run_in_folder(
     folder.check_inputs(inputs)
     experiment = Experiment.of(config, found)
     experiment.check()
-    folder.open(config, inputs, experiment.partition, experiment.topology)
+    folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
     resume = folder.resume()
     with folder.recording(recorder) as both:
         run = experiment.run(both, folder, resume)

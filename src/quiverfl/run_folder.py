@@ -26,6 +26,7 @@ from quiverfl.engine.checkpoint import Checkpoint, checkpoints, prune
 from quiverfl.engine.history import History, Metrics, Record, Recorder
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.experiment_keys import SCHEMA, first_identity, flat, run_settings
+from quiverfl.methods import METHODS, Method, method_title
 from quiverfl.methods.contract import Train
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
@@ -90,7 +91,12 @@ class RunFolder:
                 )
 
     def open(
-        self, config: Config, inputs: Mapping[str, str], partition: Partition, topology: Topology
+        self,
+        config: Config,
+        inputs: Mapping[str, str],
+        partition: Partition,
+        topology: Topology,
+        method: Method,
     ) -> None:
         """Make the folder and write what is known before the first round."""
         if self.path.exists() and not self.path.is_dir():
@@ -108,6 +114,7 @@ class RunFolder:
                 "experiment": config.experiment(),
                 "identity": config.identity(),
                 "inputs": dict(inputs),
+                "method": _named(config.method.name, method),
                 "config": config.model_dump(mode="json"),
                 "topology": {"name": topology.name, **topology.options},
             }
@@ -247,6 +254,13 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _named(name: str, method: Method) -> dict[str, Any]:
+    """What reports call the method and where they put it: they know none of the methods."""
+    title = str(getattr(method, "title", method_title(name)))
+    order = list(METHODS).index(name) if name in METHODS else None
+    return {"name": name, "title": title, "order": order}
 
 
 def _difference(first: Config, second: Config) -> str:

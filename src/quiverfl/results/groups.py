@@ -32,6 +32,11 @@ class Group:
         return self.runs[0].method
 
     @property
+    def title(self) -> str:
+        """What the method is called; the label says what else sets the experiment apart."""
+        return self.runs[0].title
+
+    @property
     def first(self) -> RunResult:
         return self.runs[0]
 
@@ -45,14 +50,18 @@ class Group:
 
 
 def group_runs(runs: Iterable[RunResult]) -> list[Group]:
-    """The experiments among some runs, in the order of the paper's tables."""
-    sorted_groups = sorted(_together(runs), key=lambda group: palette.rank(group[0].method))
+    """The experiments among some runs: Quiver's methods in their order, then others by title."""
+    sorted_groups = sorted(_together(runs), key=lambda group: _place(group[0]))
     labels = _labels([group[0] for group in sorted_groups])
     styles = palette.styles([group[0].method for group in sorted_groups])
     return [
         _group(label, group, style)
         for label, style, group in zip(labels, styles, sorted_groups, strict=True)
     ]
+
+
+def _place(run: RunResult) -> tuple[bool, int, str]:
+    return run.order is None, run.order or 0, run.title.casefold()
 
 
 def common_metric(groups: Sequence[Group]) -> str:
@@ -101,16 +110,15 @@ def _together(runs: Iterable[RunResult]) -> list[list[RunResult]]:
 
 
 def _labels(runs: list[RunResult]) -> list[str]:
-    """The method's name, and what sets it apart where a method comes more than once."""
+    """The method's title, and what sets it apart where one comes more than once."""
     labels = []
     for run in runs:
-        same = [settings(other) for other in runs if other.method == run.method]
+        same = [settings(other) for other in runs if other.title == run.title]
         mine = settings(run)
         keys = sorted({key for other in same for key in {**other, **mine}})
         apart = [key for key in keys if any(other.get(key) != mine.get(key) for other in same)]
         words = ", ".join(_words(key, mine[key]) for key in apart if key in mine)
-        name = palette.display(run.method)
-        labels.append(f"{name} ({words})" if words else name)
+        labels.append(f"{run.title} ({words})" if words else run.title)
     return _numbered(labels)
 
 

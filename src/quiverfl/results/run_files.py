@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quiverfl.errors import QuiverError
 from quiverfl.results.output_files import replace_file
+from quiverfl.results.palette import plain
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.summary import by_client
 
@@ -28,6 +29,20 @@ if TYPE_CHECKING:
 
 Counts = npt.NDArray[np.int64]
 _HISTORY_COLUMNS = ["round", "stage", "client"]
+_FIRST_TITLES = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedper": "FedPer",
+    "fedrep": "FedRep",
+    "fedbabu": "FedBABU",
+    "ditto": "Ditto",
+    "dfedavgm": "DFedAvgM",
+    "dfedavgmp": "DFedAvgM-P",
+    "osgp": "OSGP",
+    "dispfl": "Dis-PFL",
+    "dfedpgp": "DFedPGP",
+}
+"""For folders of version 0.1 only, which wrote no titles: its methods in their order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +53,10 @@ class RunResult:
     version: str
     experiment: str | None
     """What it has in common with its other seeds; None in a folder of version 0.1."""
+    title: str
+    """What the method is called where people read."""
+    order: int | None
+    """The method's place among Quiver's own; None for others."""
     config: Mapping[str, Any]
     topology_options: Mapping[str, Any]
     """The topology that was used: its name and its options, with nothing left to "auto"."""
@@ -141,10 +160,13 @@ def read_run(folder: Path) -> RunResult:
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     train_counts, test_counts = _read_counts(folder / "partition.npz")
     environment = folder / "environment.json"
+    title, order = _method(written)
     return RunResult(
         path=folder,
         version=str(written.get("quiver", "unknown")),
         experiment=_text(written.get("experiment")),
+        title=title,
+        order=order,
         config=config,
         topology_options=_mapping(written.get("topology") or config.get("topology")),
         method_options={**_mapping(config.get("method")), **_mapping(summary.get("method"))},
@@ -251,6 +273,18 @@ def _read_frame(folder: Path, name: str) -> pd.DataFrame:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _method(written: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The method's title and its place in tables, as written or as version 0.1 had them."""
+    name = str(_mapping(_mapping(written.get("config")).get("method")).get("name", "unknown"))
+    said = _mapping(written.get("method"))
+    title, order = _text(said.get("title")), said.get("order")
+    if title is None:
+        first = list(_FIRST_TITLES)
+        title = _FIRST_TITLES.get(plain(name), name.rpartition(":")[2])
+        order = first.index(plain(name)) if plain(name) in first else None
+    return title, order if isinstance(order, int) else None
 
 
 def _text(value: Any) -> str | None:
