@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.experiment_keys import digest, experiment_settings, run_settings
 from quiverfl.methods import Method, find_method
-from quiverfl.topologies import TOPOLOGIES
+from quiverfl.references import is_reference
+from quiverfl.topologies import TOPOLOGIES, find_topology
 from quiverfl.training import Training
 
 Options = dict[str, Any]
@@ -187,7 +188,7 @@ def setting(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
         raise QuiverError(f"--set {text!r}: write section.key=value.")
-    return key.strip(), _value(value.strip()) if value.strip() else UNSET
+    return key.strip(), toml_value(value.strip()) if value.strip() else UNSET
 
 
 def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -237,18 +238,26 @@ def _refuse_unknown_keys(
         name = values.get("name", MethodConfig().name)
         known |= set(inspect.signature(_method(str(name), source)).parameters)
     elif section == "topology":
-        name = values.get("name", "auto")
-        if name not in TOPOLOGIES and name != "auto":
-            raise QuiverError(
-                f"{source}: topology.name = {name!r}: unknown topology; "
-                f"{nearest(str(name), [*TOPOLOGIES, 'auto'])}"
-            )
+        _check_topology(str(values.get("name", "auto")), source)
         return  # its options are checked against the topology's own
     elif kind.model_config.get("extra") == "allow":
         return  # a model's options are checked against the model's own
     for key in values:
         if key not in known:
             raise QuiverError(f"{source}: unknown key {section}.{key}; {nearest(key, known)}")
+
+
+def _check_topology(name: str, source: str) -> None:
+    if is_reference(name):
+        try:
+            find_topology(name)
+        except QuiverError as error:
+            raise QuiverError(f"{source}: topology.name = {error}") from error
+    elif name not in (*TOPOLOGIES, "auto"):
+        raise QuiverError(
+            f"{source}: topology.name = {name!r}: unknown topology; "
+            f"{nearest(name, [*TOPOLOGIES, 'auto'])} Your own: module:function."
+        )
 
 
 def _method(name: str, source: str) -> Callable[..., Method]:
@@ -285,7 +294,7 @@ def _parts(key: str) -> list[str]:
     return [f"{reference}:{name}", *others]
 
 
-def _value(text: str) -> Any:
+def toml_value(text: str) -> Any:
     """A TOML value, or the text itself where it is none: `method.name=dfedpgp` needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from quiverfl.models import make_model
 from quiverfl.references import is_reference, source_digest
 from quiverfl.run_folder import RunFolder
 from quiverfl.task import Task
-from quiverfl.topologies import TOPOLOGIES, Topology, make_topology
+from quiverfl.topologies import Topology, make_topology, topology_options
 
 USUAL_TOPOLOGY = {
     "local": "isolated",
@@ -150,7 +149,7 @@ def load_data(config: Config) -> Dataset:
 
 def inputs_of(config: Config, dataset: Dataset) -> dict[str, str]:
     """Digests of what a run is made from beside its configuration: its data and one's own code."""
-    own = (config.data.name, config.model.name, config.method.name)
+    own = (config.data.name, config.model.name, config.method.name, config.topology.name)
     code = {f"code of {name}": source_digest(name) for name in own if is_reference(name)}
     return {f"data {config.data.name}": dataset.digest, **code}
 
@@ -234,7 +233,7 @@ def topology_for(config: Config, method: Method, clients: int) -> Topology:
 
 
 def _parameters(name: str) -> Sequence[str]:
-    return list(inspect.signature(TOPOLOGIES[name]).parameters)
+    return topology_options(name)
 
 
 def epochs_per_client(config: Config, clients: int) -> list[int] | None:

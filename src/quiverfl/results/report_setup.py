@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from quiverfl.errors import QuiverError
 from quiverfl.experiment_keys import SEEDS, flat
+from quiverfl.references import is_reference
 from quiverfl.results.figures import picture
 from quiverfl.results.groups import Group
 from quiverfl.results.html import Markup, tag
@@ -98,6 +99,11 @@ def _graph_figure(run: RunResult) -> Figure:
     from quiverfl.results.graph_picture import draw_graph
     from quiverfl.topologies import make_topology
 
+    if is_reference(run.topology):
+        raise QuiverError(
+            "It was made by code that is not part of the results, and a report runs none: "
+            f"`quiver topology show {run.topology} --picture graph.svg` draws it."
+        )
     written = ("name", "participation_seed")  # the latter follows from the seed
     options = {k: v for k, v in run.topology_options.items() if k not in written}
     graph = make_topology(run.topology, run.clients, **options)(0)
