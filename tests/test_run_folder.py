@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
 import quiverfl as qv
 from quiverfl.config import Config, parse
@@ -22,7 +23,7 @@ from quiverfl.engine.checkpoint import checkpoints
 from quiverfl.experiment import Experiment, run_in_folder
 from quiverfl.methods import METHODS, Method
 from quiverfl.results.groups import group_runs
-from quiverfl.results.run_files import find_runs
+from quiverfl.results.run_files import find_runs, read_run
 from quiverfl.run_folder import RunFolder
 from quiverfl.topologies.graph import Topology
 
@@ -239,6 +240,21 @@ def test_resuming_ends_with_the_same_numbers(tmp_path: Path) -> None:
         for path in (folder, tmp_path / "whole")
     )
     assert left == right
+
+
+@pytest.mark.parametrize("rounds", [0, 5])
+def test_a_folder_read_is_the_run_in_memory(tmp_path: Path, rounds: int) -> None:
+    some = config(run__rounds=rounds, run__evaluate_every=2)
+    run_in_folder(some, tmp_path / "run")
+    memory, read = Experiment.of(some).run(), read_run(tmp_path / "run")
+    timed = [name for name in read.rounds.columns if name.endswith("seconds")]
+    assert_frame_equal(memory.history, read.history, check_dtype=rounds > 0)
+    assert_frame_equal(
+        memory.rounds.drop(columns=timed),
+        read.rounds.drop(columns=timed),
+        check_dtype=False,
+    )
+    assert sorted(set(read.history["round"])) == ([1, 3, 4] if rounds else [])
 
 
 @pytest.mark.parametrize("name", ["history", "rounds"])

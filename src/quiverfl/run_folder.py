@@ -23,14 +23,14 @@ import quiverfl
 from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import Checkpoint, checkpoints, prune
-from quiverfl.engine.history import History, Metrics, Record, Recorder
+from quiverfl.engine.history import History, Metrics, Record, Recorder, evaluates
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.experiment_keys import SCHEMA, first_identity, flat, run_settings
 from quiverfl.methods import METHODS, Method, method_title
 from quiverfl.methods.contract import Train
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.run_files import finish, read_json, read_lines
+from quiverfl.results.run_files import evaluation, finish, read_json, read_lines
 from quiverfl.topologies.graph import Topology
 
 
@@ -162,10 +162,11 @@ class RunFolder:
     def _check_lines(self, round: int) -> None:
         """Every round before a checkpoint was written down before it: a gap is damage."""
         config = self.config().run
-        every, last = config.evaluate_every, config.rounds
         wanted = {
             "rounds": set(range(round)),
-            "history": {t for t in range(round) if (t + 1) % every == 0 or t + 1 == last},
+            "history": {
+                t for t in range(round) if evaluates(t, config.evaluate_every, config.rounds)
+            },
         }
         for name, rounds in wanted.items():
             path = self.path / f"{name}.jsonl"
@@ -188,8 +189,7 @@ class RunFolder:
                 if name == "rounds":
                     history.finished(line)
                 else:
-                    metrics = {k: _numbers(v) for k, v in line["metrics"].items()}
-                    history.evaluated(line["round"], line["stage"], metrics)
+                    history.evaluated(*evaluation(line))
         return history
 
     @contextlib.contextmanager
@@ -287,7 +287,3 @@ def _line(values: dict[str, Any]) -> bytes:
 
 def _null(value: float) -> float | None:
     return value if np.isfinite(value) else None
-
-
-def _numbers(values: list[float | None]) -> Any:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -22,13 +22,12 @@ from quiverfl.errors import QuiverError
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.palette import plain
 from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.summary import by_client
+from quiverfl.results.summary import Evaluation, by_client, history_frame, rounds_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Counts = npt.NDArray[np.int64]
-_HISTORY_COLUMNS = ["round", "stage", "client"]
 _FIRST_TITLES = {
     "local": "Local",
     "fedavg": "FedAvg",
@@ -183,37 +182,10 @@ def read_run(folder: Path) -> RunResult:
 
 def finish(folder: Path) -> None:
     """Write history.parquet and rounds.parquet from the lines recorded while running."""
-    for name, build in (("history", history_frame), ("rounds", rounds_frame)):
+    for name in ("history", "rounds"):
         buffer = io.BytesIO()
-        build(read_lines(folder / f"{name}.jsonl")).to_parquet(buffer, index=False)
+        _frame(folder / f"{name}.jsonl").to_parquet(buffer, index=False)
         replace_file(folder / f"{name}.parquet", buffer.getvalue())
-
-
-def history_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per (round, stage, client) from one line per (round, stage)."""
-    import pandas as pd  # late: half a second that a peer's start need not wait for
-
-    latest = {(int(line["round"]), str(line["stage"])): line["metrics"] for line in lines}
-    parts = []
-    for (round, stage), metrics in sorted(latest.items()):
-        columns = {name: _floats(values) for name, values in metrics.items()}
-        clients = np.arange(max((len(values) for values in columns.values()), default=0))
-        parts.append(pd.DataFrame({"round": round, "stage": stage, "client": clients, **columns}))
-    if not parts:
-        return pd.DataFrame({name: [] for name in _HISTORY_COLUMNS})
-    return pd.concat(parts, ignore_index=True)
-
-
-def rounds_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per round from one line per round; lists, one number per client, are summed."""
-    import pandas as pd
-
-    latest = {int(line["round"]): line for line in lines}
-    rows = [
-        {name: sum(value) if isinstance(value, list) else value for name, value in line.items()}
-        for _, line in sorted(latest.items())
-    ]
-    return pd.DataFrame(rows) if rows else pd.DataFrame({"round": []})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -249,8 +221,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _floats(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+def evaluation(line: Mapping[str, Any]) -> Evaluation:
+    """A line of history.jsonl as it was recorded: JSON has no NaN and says null."""
+    columns = {
+        name: np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+        for name, values in line["metrics"].items()
+    }
+    return int(line["round"]), str(line["stage"]), columns
+
+
+def _frame(path: Path) -> pd.DataFrame:
+    """The lines of history.jsonl or rounds.jsonl as a frame."""
+    lines = read_lines(path)
+    if path.stem == "history":
+        return history_frame(evaluation(line) for line in lines)
+    return rounds_frame(lines)
 
 
 def _read_frame(folder: Path, name: str) -> pd.DataFrame:
@@ -264,9 +249,8 @@ def _read_frame(folder: Path, name: str) -> pd.DataFrame:
         except (OSError, ValueError) as problem:
             if not lines.exists():
                 raise QuiverError(f"{parquet} is damaged and cannot be read.") from problem
-    build = history_frame if name == "history" else rounds_frame
     try:
-        return build(read_lines(lines))
+        return _frame(lines)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise QuiverError(f"{lines} is not what a run writes: {problem!r}.") from problem
 
