@@ -14,7 +14,7 @@ ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
     {"errors", "memory"},
-    {"seeds", "trees", "training", "references"},
+    {"seeds", "trees", "training", "references", "experiment_keys"},
     {"task", "models"},
     {"methods", "topologies", "data"},
     {"engine", "results"},

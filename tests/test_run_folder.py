@@ -14,12 +14,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
 import quiverfl as qv
 from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import checkpoints
 from quiverfl.experiment import Experiment, run_in_folder
+from quiverfl.methods import METHODS, Method
+from quiverfl.results.groups import group_runs
+from quiverfl.results.run_files import find_runs, read_run
 from quiverfl.run_folder import RunFolder
 from quiverfl.topologies.graph import Topology
 
@@ -122,6 +126,91 @@ def test_a_configuration_changed_after_the_start_is_refused(tmp_path: Path) -> N
         RunFolder(tmp_path / "run").config()
 
 
+FIRST = """{
+"quiver": "0.1.0",
+"identity": "1cc9b29023522131e4b1e5f549a46cb52d146977f38557513806fe186871e70d",
+"inputs": {"data digits": "3acb9a7a8f0b0e3262724876d4600691"},
+"config": {
+ "data": {"name": "digits", "root": null, "clients": 4, "partition": "dirichlet", "alpha": null,
+  "classes_per_client": null, "min_samples": null, "samples_per_client": 12,
+  "test_per_client": null, "validation": null, "augment": "none", "seed": null, "options": {}},
+ "model": {"name": "mlp", "personal": ["head"], "hidden": [4]},
+ "method": {"name": "dfedpgp", "shared_epochs": 1},
+ "topology": {"name": "auto", "neighbors": 2},
+ "training": {"lr": 0.05, "personal_lr": null, "lr_decay": 1.0, "momentum": 0.0,
+  "weight_decay": 0.0, "batch_size": 128, "clip_norm": null},
+ "run": {"rounds": 4, "seed": 0, "common_init": true, "epochs_per_client": null,
+  "epoch_groups": null, "evaluate_every": 1, "keep_local": true, "gradients": false,
+  "dtype": "float32", "device": "cpu", "threads": 1, "executor": "sequential",
+  "checkpoint_every": 2},
+ "overrides": {}},
+"topology": {"name": "random_push", "neighbors": 2, "seed": 0, "static": false}
+}"""
+"""The config.json of a run that version 0.1 made, before folders had an `experiment`."""
+
+
+def first_folder(tmp_path: Path) -> Path:
+    """A folder that version 0.1 left unfinished after two of four rounds."""
+    folder = tmp_path / "first"
+    run_in_folder(parse(json.loads(FIRST)["config"]), folder)
+    for path in (folder / "summary.json", *folder.glob("*.parquet")):
+        path.unlink()
+    for path in (folder / "checkpoints").glob("round-000004.*"):
+        path.unlink()
+    (folder / "config.json").write_text(FIRST)
+    return folder
+
+
+def test_a_folder_of_the_first_version_is_resumed_and_reported(tmp_path: Path) -> None:
+    folder = first_folder(tmp_path)
+    same = RunFolder(folder).config().with_values([("run.executor", "auto"), ("run.threads", 2)])
+    assert run_in_folder(same, folder)["finished"]
+    (group,) = group_runs(find_runs([folder]))
+    assert (group.label, group.first.done_rounds, group.finished) == ("DFedPGP", 4, True)
+    other = same.with_values([("training.lr", 0.1)])
+    with pytest.raises(qv.QuiverError, match=r"\(training.lr: 0.05 there, 0.1 here\)"):
+        run_in_folder(other, folder)
+
+
+def test_a_folder_of_the_first_version_that_was_changed_is_refused(tmp_path: Path) -> None:
+    folder = first_folder(tmp_path)
+    (folder / "config.json").write_text(FIRST.replace('"threads": 1', '"threads": 2'))
+    RunFolder(folder).config()  # how it is carried out is not what it is
+    (folder / "config.json").write_text(FIRST.replace('"lr": 0.05', '"lr": 0.5'))
+    with pytest.raises(qv.QuiverError, match="was changed after the run was started"):
+        RunFolder(folder).config()
+
+
+def test_a_folder_of_a_later_version_is_left_to_it(tmp_path: Path) -> None:
+    run_in_folder(config(), tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(qv.QuiverError, match="written by a later version of Quiver"):
+        RunFolder(tmp_path / "run").config()
+
+
+def test_the_identities_are_written_once_and_reports_go_by_them(tmp_path: Path) -> None:
+    for seed, executor in enumerate(("sequential", "vectorized")):
+        one = config(run__seed=seed, run__executor=executor, run__gradients=bool(seed))
+        run_in_folder(one, tmp_path / str(seed))
+        written = json.loads((tmp_path / str(seed) / "config.json").read_text())
+        assert written["experiment"] == one.experiment() == config().experiment()
+        assert written["identity"] == one.identity()
+        place = list(METHODS).index("dfedpgp")
+        assert written["method"] == {"name": "dfedpgp", "title": "DFedPGP", "order": place}
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert group.seeds == (0, 1)
+
+
+def test_what_differs_is_named_without_what_does_not_matter(tmp_path: Path) -> None:
+    run_in_folder(config(), tmp_path / "run")
+    other = config(training__lr=0.01, data__root="elsewhere", run__executor="sequential")
+    with pytest.raises(
+        qv.QuiverError, match=r"configuration \(training.lr: 0.05 there, 0.01 here\)"
+    ):
+        run_in_folder(other, tmp_path / "run")
+
+
 def interrupted(tmp_path: Path, rounds: int = 4) -> Path:
     """A folder as a kill after some rounds leaves it: no summary, a torn last line."""
     folder = tmp_path / "cut"
@@ -151,6 +240,21 @@ def test_resuming_ends_with_the_same_numbers(tmp_path: Path) -> None:
         for path in (folder, tmp_path / "whole")
     )
     assert left == right
+
+
+@pytest.mark.parametrize("rounds", [0, 5])
+def test_a_folder_read_is_the_run_in_memory(tmp_path: Path, rounds: int) -> None:
+    some = config(run__rounds=rounds, run__evaluate_every=2)
+    run_in_folder(some, tmp_path / "run")
+    memory, read = Experiment.of(some).run(), read_run(tmp_path / "run")
+    timed = [name for name in read.rounds.columns if name.endswith("seconds")]
+    assert_frame_equal(memory.history, read.history, check_dtype=rounds > 0)
+    assert_frame_equal(
+        memory.rounds.drop(columns=timed),
+        read.rounds.drop(columns=timed),
+        check_dtype=False,
+    )
+    assert sorted(set(read.history["round"])) == ([1, 3, 4] if rounds else [])
 
 
 @pytest.mark.parametrize("name", ["history", "rounds"])
@@ -211,9 +315,9 @@ def test_a_diverging_run_keeps_what_it_had(tmp_path: Path) -> None:
     assert "diverged" not in RunFolder(tmp_path / "run").summary()
 
 
-def _parts(config: Config) -> tuple[Partition, Topology]:
+def _parts(config: Config) -> tuple[Partition, Topology, Method]:
     experiment = Experiment.of(config)
-    return experiment.partition, experiment.topology
+    return experiment.partition, experiment.topology, experiment.method
 
 
 @pytest.mark.parametrize("method", ["dfedpgp", "fedavg"])

@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,8 +20,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.experiment_keys import digest, experiment_settings, run_settings
 from quiverfl.methods import Method, find_method
-from quiverfl.topologies import TOPOLOGIES
+from quiverfl.references import is_reference
+from quiverfl.topologies import TOPOLOGIES, find_topology
 from quiverfl.training import Training
 
 Options = dict[str, Any]
@@ -132,10 +132,6 @@ class RunConfig(Section):
     checkpoint_every: int = Field(default=10, ge=1)
 
 
-RUNTIME_KEYS = ("device", "threads", "checkpoint_every", "gradients")
-"""How a run is carried out and looked at: not part of what it is."""
-
-
 class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -145,13 +141,16 @@ class Config(Section):
     run: RunConfig = RunConfig()
     overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
 
+    def experiment(self) -> str:
+        """A hash of what makes the experiment: everything but seeds and how it is carried out.
+
+        Defaults are left out, so that a key that a later version adds changes nothing.
+        """
+        return digest(experiment_settings(self.model_dump(mode="json", exclude_defaults=True)))
+
     def identity(self) -> str:
-        """A hash of everything that decides what a run computes and records, not where and how."""
-        values = self.model_dump(mode="json", exclude={"overrides"})
-        for key in RUNTIME_KEYS:
-            values["run"].pop(key)
-        values["data"].pop("root")  # the same files may lie elsewhere on another machine
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        """A hash of what decides what a run computes and records: the experiment and its seeds."""
+        return digest(run_settings(self.model_dump(mode="json", exclude_defaults=True)))
 
     def with_values(self, values: Iterable[tuple[str, Any]]) -> Config:
         """The same with some keys set, each named `section.key`."""
@@ -193,7 +192,7 @@ def setting(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
         raise QuiverError(f"--set {text!r}: write section.key=value.")
-    return key.strip(), _value(value.strip()) if value.strip() else UNSET
+    return key.strip(), toml_value(value.strip()) if value.strip() else UNSET
 
 
 def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -243,18 +242,26 @@ def _refuse_unknown_keys(
         name = values.get("name", MethodConfig().name)
         known |= set(inspect.signature(_method(str(name), source)).parameters)
     elif section == "topology":
-        name = values.get("name", "auto")
-        if name not in TOPOLOGIES and name != "auto":
-            raise QuiverError(
-                f"{source}: topology.name = {name!r}: unknown topology; "
-                f"{nearest(str(name), [*TOPOLOGIES, 'auto'])}"
-            )
+        _check_topology(str(values.get("name", "auto")), source)
         return  # its options are checked against the topology's own
     elif kind.model_config.get("extra") == "allow":
         return  # a model's options are checked against the model's own
     for key in values:
         if key not in known:
             raise QuiverError(f"{source}: unknown key {section}.{key}; {nearest(key, known)}")
+
+
+def _check_topology(name: str, source: str) -> None:
+    if is_reference(name):
+        try:
+            find_topology(name)
+        except QuiverError as error:
+            raise QuiverError(f"{source}: topology.name = {error}") from error
+    elif name not in (*TOPOLOGIES, "auto"):
+        raise QuiverError(
+            f"{source}: topology.name = {name!r}: unknown topology; "
+            f"{nearest(name, [*TOPOLOGIES, 'auto'])} Your own: module:function."
+        )
 
 
 def _method(name: str, source: str) -> Callable[..., Method]:
@@ -291,7 +298,7 @@ def _parts(key: str) -> list[str]:
     return [f"{reference}:{name}", *others]
 
 
-def _value(text: str) -> Any:
+def toml_value(text: str) -> Any:
     """A TOML value, or the text itself where it is none: `method.name=dfedpgp` needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

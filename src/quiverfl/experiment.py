@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from quiverfl.models import make_model
 from quiverfl.references import is_reference, source_digest
 from quiverfl.run_folder import RunFolder
 from quiverfl.task import Task
-from quiverfl.topologies import TOPOLOGIES, Topology, make_topology
+from quiverfl.topologies import Topology, make_topology, topology_options
 
 TOPOLOGY_OPTIONS = {
     "isolated": (),
@@ -117,7 +116,7 @@ def run_in_folder(
     folder.check_inputs(inputs)
     experiment = Experiment.of(config, found)
     experiment.check()
-    folder.open(config, inputs, experiment.partition, experiment.topology)
+    folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
     resume = folder.resume()
     with folder.recording(recorder) as both:
         run = experiment.run(both, folder, resume)
@@ -137,7 +136,7 @@ def load_data(config: Config) -> Dataset:
 
 def inputs_of(config: Config, dataset: Dataset) -> dict[str, str]:
     """Digests of what a run is made from beside its configuration: its data and one's own code."""
-    own = (config.data.name, config.model.name, config.method.name)
+    own = (config.data.name, config.model.name, config.method.name, config.topology.name)
     code = {f"code of {name}": source_digest(name) for name in own if is_reference(name)}
     return {f"data {config.data.name}": dataset.digest, **code}
 
@@ -215,7 +214,7 @@ def topology_for(config: Config, method: Method, clients: int) -> Topology:
 
 
 def _parameters(name: str) -> Sequence[str]:
-    return list(inspect.signature(TOPOLOGIES[name]).parameters)
+    return topology_options(name)
 
 
 def settings_of(config: Config, clients: int) -> RunSettings:

@@ -20,15 +20,17 @@ import numpy as np
 import torch
 
 import quiverfl
-from quiverfl.config import RUNTIME_KEYS, Config, parse
+from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import Checkpoint, checkpoints, prune
-from quiverfl.engine.history import History, Metrics, Record, Recorder
+from quiverfl.engine.history import History, Metrics, Record, Recorder, evaluates
 from quiverfl.errors import Diverged, QuiverError
+from quiverfl.experiment_keys import SCHEMA, first_identity, flat, run_settings
+from quiverfl.methods import METHODS, Method, method_title
 from quiverfl.methods.contract import Train
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.run_files import finish, read_lines
+from quiverfl.results.run_files import evaluation, finish, read_json, read_lines
 from quiverfl.topologies.topology import Topology
 
 
@@ -44,17 +46,25 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
-        return _read(path) if path.exists() else {}
+        return read_json(path) if path.exists() else {}
 
     def config(self) -> Config:
         """The configuration the run was started with."""
         if not self.holds_run():
             raise QuiverError(f"{self.path}: not a run folder (it has no config.json).")
-        written = _read(self.path / "config.json")
-        config = parse(written.get("config", {}), str(self.path / "config.json"))
-        if config.identity() != written.get("identity"):
+        path = self.path / "config.json"
+        written = read_json(path)
+        schema, tree = written.get("schema", 0), written.get("config", {})
+        if schema not in (0, SCHEMA):
             raise QuiverError(
-                f"{self.path / 'config.json'} was changed after the run was started: what is in "
+                f"{path} was written by a later version of Quiver ({written.get('quiver')}): "
+                "use that one, or start a new run in another folder."
+            )
+        config = parse(tree, str(path))
+        identity = config.identity() if schema else first_identity(tree)
+        if identity != written.get("identity"):
+            raise QuiverError(
+                f"{path} was changed after the run was started: what is in "
                 "the folder does not match it. Put it back, or start a new run in another folder."
             )
         return config
@@ -71,7 +81,7 @@ class RunFolder:
 
     def check_inputs(self, inputs: Mapping[str, str]) -> None:
         """Refuse data or code other than the run was made with, by their digests."""
-        theirs = _read(self.path / "config.json").get("inputs", {}) if self.holds_run() else {}
+        theirs = read_json(self.path / "config.json").get("inputs", {}) if self.holds_run() else {}
         for name, digest in inputs.items():
             if theirs.get(name, digest) != digest:
                 raise QuiverError(
@@ -81,7 +91,12 @@ class RunFolder:
                 )
 
     def open(
-        self, config: Config, inputs: Mapping[str, str], partition: Partition, topology: Topology
+        self,
+        config: Config,
+        inputs: Mapping[str, str],
+        partition: Partition,
+        topology: Topology,
+        method: Method,
     ) -> None:
         """Make the folder and write what is known before the first round."""
         if self.path.exists() and not self.path.is_dir():
@@ -95,8 +110,11 @@ class RunFolder:
         if not self.holds_run():
             text = {
                 "quiver": quiverfl.__version__,
+                "schema": SCHEMA,
+                "experiment": config.experiment(),
                 "identity": config.identity(),
                 "inputs": dict(inputs),
+                "method": _named(config.method.name, method),
                 "config": config.model_dump(mode="json"),
                 "topology": {"name": topology.name, **topology.options},
             }
@@ -144,10 +162,11 @@ class RunFolder:
     def _check_lines(self, round: int) -> None:
         """Every round before a checkpoint was written down before it: a gap is damage."""
         config = self.config().run
-        every, last = config.evaluate_every, config.rounds
         wanted = {
             "rounds": set(range(round)),
-            "history": {t for t in range(round) if (t + 1) % every == 0 or t + 1 == last},
+            "history": {
+                t for t in range(round) if evaluates(t, config.evaluate_every, config.rounds)
+            },
         }
         for name, rounds in wanted.items():
             path = self.path / f"{name}.jsonl"
@@ -170,8 +189,7 @@ class RunFolder:
                 if name == "rounds":
                     history.finished(line)
                 else:
-                    metrics = {k: _numbers(v) for k, v in line["metrics"].items()}
-                    history.evaluated(line["round"], line["stage"], metrics)
+                    history.evaluated(*evaluation(line))
         return history
 
     @contextlib.contextmanager
@@ -191,7 +209,7 @@ class RunFolder:
     def close(self, summary: dict[str, Any], adaptation: Train | None) -> dict[str, Any]:
         """Parquet and the summary; its presence says that the run is complete."""
         finish(self.path)
-        written = _read(self.path / "config.json")
+        written = read_json(self.path / "config.json")
         tuned = None if adaptation is None else f"{adaptation.epochs} epochs of fine-tuning"
         protocol = EvaluationProtocol(finetune=tuned)
         text = {
@@ -238,26 +256,21 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _named(name: str, method: Method) -> dict[str, Any]:
+    """What reports call the method and where they put it: they know none of the methods."""
+    title = str(getattr(method, "title", method_title(name)))
+    order = list(METHODS).index(name) if name in METHODS else None
+    return {"name": name, "title": title, "order": order}
+
+
 def _difference(first: Config, second: Config) -> str:
-    left, right = (c.model_dump(mode="json", exclude={"overrides"}) for c in (first, second))
+    left, right = (flat(run_settings(c.model_dump(mode="json"))) for c in (first, second))
     keys = [
-        f"{section}.{key}: {left[section].get(key)!r} there, {right[section].get(key)!r} here"
-        for section in left
-        for key in {**left[section], **right[section]}
-        if not (section == "run" and key in RUNTIME_KEYS)
-        if left[section].get(key) != right[section].get(key)
+        f"{key}: {left.get(key)!r} there, {right.get(key)!r} here"
+        for key in {**left, **right}
+        if left.get(key) != right.get(key)
     ]
     return "; ".join(keys[:3]) + ("; …" if len(keys) > 3 else "")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise QuiverError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise QuiverError(f"{path}: not a JSON object.")
-    return found
 
 
 def _read_round(path: Path) -> int:
@@ -274,7 +287,3 @@ def _line(values: dict[str, Any]) -> bytes:
 
 def _null(value: float) -> float | None:
     return value if np.isfinite(value) else None
-
-
-def _numbers(values: list[float | None]) -> Any:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -115,6 +115,23 @@ def test_it_is_named_in_a_configuration_and_compared_with_others(here: Path) -> 
     assert "another code of dfedprox:DFedProx: it was changed" in str(again.exception)
 
 
+def test_its_own_title_is_shown_wherever_people_read(here: Path) -> None:
+    titled = block().replace('"DFedProx"', '"Prox [ours]"')
+    assert titled != block()
+    (here / "dfedprox.py").write_text(titled)
+    result = quiver("compare", "run.toml", "--methods", "dfedprox:DFedProx,local", "--out", "c")
+    assert result.exit_code == 0, result.output
+    assert result.output.index("Local") < result.output.index("Prox [ours] ")
+    assert "Prox [ours]: round 1/1" in result.stderr
+    assert "Prox [ours]" in (here / "c" / "report.html").read_text()
+    written = json.loads((here / "c" / "dfedprox-DFedProx" / "config.json").read_text())
+    assert written["method"] == {
+        "name": "dfedprox:DFedProx",
+        "title": "Prox [ours]",
+        "order": None,
+    }
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

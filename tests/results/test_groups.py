@@ -9,7 +9,10 @@ import pytest
 
 from quiverfl.results import palette
 from quiverfl.results.groups import group_runs
-from quiverfl.results.run_files import find_runs
+from quiverfl.results.html_report import page
+from quiverfl.results.palette import Style
+from quiverfl.results.run_files import RunResult, find_runs, read_run
+from quiverfl.results.scores import group_called
 from quiverfl.results.tables import comparison_table
 from run_folders import Recipe, write_comparison, write_exact, write_json, write_run
 
@@ -65,6 +68,33 @@ def test_a_run_whose_data_lie_elsewhere_is_the_same_experiment(tmp_path: Path) -
     assert group.seeds == (0, 1)
 
 
+def test_runs_are_one_experiment_where_their_folders_say_so(tmp_path: Path) -> None:
+    for seed, (name, level) in enumerate([("one", 1), ("one", 2), ("two", 1)]):
+        folder = write_run(tmp_path / str(seed), Recipe(rounds=2, seed=seed))
+        written = json.loads((folder / "config.json").read_text())
+        written["config"]["model"]["depth"] = level
+        write_json(folder / "config.json", {**written, "experiment": name})
+    assert [group.seeds for group in group_runs(find_runs([tmp_path]))] == [(0, 1), (2,)]
+
+
+@pytest.mark.parametrize(
+    "key", ["gradients", "executor", "keep_local", "device", "threads", "checkpoint_every"]
+)
+def test_older_folders_and_newer_ones_are_put_together_by_their_settings(
+    tmp_path: Path, key: str
+) -> None:
+    for seed in (0, 1):
+        topology = {"name": "ring", "participation": 0.5, "participation_seed": seed}
+        folder = write_run(tmp_path / str(seed), Recipe(topology=topology, rounds=2, seed=seed))
+        written = json.loads((folder / "config.json").read_text())
+        written["config"]["run"][key] = seed
+        if seed:
+            written["experiment"] = "of the newer one"
+        write_json(folder / "config.json", written)
+    (group,) = group_runs(find_runs([tmp_path]))
+    assert (group.seeds, group.label) == ((0, 1), "DFedPGP")
+
+
 def test_methods_come_in_the_order_of_the_paper_and_keep_their_colour(tmp_path: Path) -> None:
     groups = group_runs(find_runs([write_comparison(tmp_path / "c", rounds=2)]))
     assert [group.label for group in groups] == ["Local", "FedAvg", "DFedPGP"]
@@ -73,13 +103,54 @@ def test_methods_come_in_the_order_of_the_paper_and_keep_their_colour(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["dis-pfl", "Dis_PFL", "dispfl"])
-def test_spellings_of_one_method_are_one(name: str) -> None:
-    assert palette.display(name) == "Dis-PFL"
+def test_a_folder_without_a_title_is_called_as_the_first_version_did(
+    tmp_path: Path, name: str
+) -> None:
+    (group,) = group_runs([read_run(write_run(tmp_path / "a", Recipe(name, rounds=2)))])
+    assert group.label == "Dis-PFL"
+    (own,) = group_runs([read_run(write_run(tmp_path / "b", Recipe("mine:MyOwn", rounds=2)))])
+    assert own.label == "MyOwn"
 
 
-def test_more_methods_than_colours_still_have_one_each() -> None:
-    assert len(palette.styles([f"mine{i}" for i in range(40)])) == 40
-    assert palette.styles(["mine", "dfedpgp"])[0] != palette.styles(["mine", "dfedpgp"])[1]
+def titled(folder: Path, name: str, title: str, order: int | None) -> RunResult:
+    written = json.loads((write_run(folder, Recipe(name, rounds=2)) / "config.json").read_text())
+    said = {"name": name, "title": title, "order": order}
+    write_json(folder / "config.json", {**written, "experiment": folder.name, "method": said})
+    return read_run(folder)
+
+
+def test_titles_and_their_order_are_those_the_runs_wrote(tmp_path: Path) -> None:
+    runs = [
+        titled(tmp_path / "a", "mine:Mine", "zeta", None),
+        titled(tmp_path / "b", "dfedpgp", "DFedPGP (PGP)", 7),
+        titled(tmp_path / "c", "mine:Other", "Alpha", None),
+        titled(tmp_path / "d", "brandnew", "BrandNew+", 3),
+    ]
+    groups = group_runs(runs)
+    labels = ["BrandNew+", "DFedPGP (PGP)", "Alpha", "zeta"]
+    assert [group.label for group in groups] == labels
+    assert [row[0].text for row in comparison_table(groups).rows] == labels
+    assert "BrandNew+" in page(groups)
+    for name in ("Alpha", "mine:Other"):
+        assert group_called(groups, name) is groups[2]
+
+
+def test_two_methods_of_one_title_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    runs = [titled(tmp_path / n, f"{n}:Mine", "Mine", None) for n in ("a", "b")]
+    assert [group.label for group in group_runs(runs)] == ["Mine (a:Mine)", "Mine (b:Mine)"]
+
+
+def test_methods_of_the_paper_keep_their_style_and_others_take_what_is_free() -> None:
+    paper = {"fedavg": Style("#0072B2", "s"), "dfedpgp": Style("#D55E00", "o")}
+    assert palette.styles([*paper]) == list(paper.values())
+    many = ["a", "fedavg", "b", "dfedpgp", *(f"own{i}" for i in range(26))]
+    given = palette.styles(many)
+    assert given == palette.styles(many)
+    assert (given[1], given[3]) == tuple(paper.values())
+    assert len(set(given)) == len(many)
+    assert len({style.color for style in given[:13]}) == 13
+    assert {style.marker for style in given} <= set(palette.GLYPHS)
+    assert len(palette.styles([f"own{i}" for i in range(400)])) == 400
 
 
 def test_a_mean_over_seeds_waits_for_those_under_way_but_not_for_diverged_ones(

@@ -137,7 +137,7 @@ def test_plain_lines_say_how_each_cell_ended() -> None:
     lines.progressed(cell, 3, {"local": 0.5})
     lines.ended(Outcome(cell, "failed", 2.0, "no [memory] left"))
     assert text.getvalue() == (
-        "[1 of 1 cells, 1 failed, about 0.0 s left] dfedavgm, Digits, seed 0: failed in 2.0 s. "
+        "[1 of 1 cells, 1 failed, about 0.0 s left] DFedAvgM, Digits, seed 0: failed in 2.0 s. "
         "no [memory] left\n"
     )
 
@@ -156,8 +156,8 @@ def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
     shown = [(task.description, task.completed, task.fields["text"]) for task in display.tasks]
     assert shown == [
         ("[bold]all cells", 0.125, "0 of 2 cells"),
-        ("dfedavgm, Digits, seed 0", 5, "5/20 local 0.2500, mixed 0.5000"),
-        ("dfedavgm, Digits, seed 1", 0, ""),
+        ("DFedAvgM, Digits, seed 0", 5, "5/20 local 0.2500, mixed 0.5000"),
+        ("DFedAvgM, Digits, seed 1", 0, ""),
     ]
     bars.ended(Outcome(cells[0], "finished", 1.0))
     assert [task.fields["text"] for task in display.tasks] == ["1 of 2 cells", ""]

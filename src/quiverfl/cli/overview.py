@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -17,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from quiverfl.methods import method_title
 from quiverfl.results import numbers
 from quiverfl.sweeps.plan import Cell
 from quiverfl.sweeps.pool import Outcome, Watcher
@@ -111,7 +113,7 @@ class _Bars:
     def started(self, cell: Cell) -> None:
         with self._lock:
             self._tasks[cell.name] = self._display.add_task(
-                describe(cell), total=cell.config.run.rounds, text=""
+                escape(describe(cell)), total=cell.config.run.rounds, text=""
             )
 
     def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
@@ -167,7 +169,7 @@ class _Lines:
 
 
 def describe(cell: Cell) -> str:
-    words = [cell.config.method.name, cell.label, f"seed {cell.config.run.seed}"]
+    words = [method_title(cell.config.method.name), cell.label, f"seed {cell.config.run.seed}"]
     return ", ".join(word for word in words if word)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -62,7 +63,7 @@ class _Scores:
 class _Bar:
     def __init__(self, display: Progress, label: str, rounds: int) -> None:
         self._display, self._scores = display, _Scores()
-        self._task = display.add_task(label, total=rounds, score="")
+        self._task = display.add_task(escape(label), total=rounds, score="")
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
         self._scores.see(stage, metrics)
@@ -91,5 +92,7 @@ class _Lines:
         pace = (now - self._start) / (done - self._first + 1)
         left = f", {pace * (self._rounds - done):.0f} s left" if done < self._rounds else ""
         self._console.print(
-            f"{self._label}: round {done}/{self._rounds}, {self._scores}{left}", highlight=False
+            f"{self._label}: round {done}/{self._rounds}, {self._scores}{left}",
+            markup=False,
+            highlight=False,
         )

@@ -15,7 +15,7 @@ from rich.table import Table
 from quiverfl.cli.progress import progress
 from quiverfl.config import Config, load_config
 from quiverfl.errors import Diverged, QuiverError
-from quiverfl.methods import METHODS, Method, find_method
+from quiverfl.methods import METHODS, Method, find_method, method_title
 from quiverfl.results.output_files import file_name
 
 Settings = Annotated[
@@ -85,7 +85,8 @@ def compare(
     diverged: list[Diverged] = []
     for label, cell in cells:
         try:
-            summaries[label] = _run(cell, folder / label, label, quiet or json_)
+            shown = _shown(cell, len(numbers) > 1)
+            summaries[label] = _run(cell, folder / label, shown, quiet or json_)
         except Diverged as error:  # the others are still worth having
             diverged.append(error.with_traceback(None))  # which would keep every state alive
     page = folder / "report.html"
@@ -124,7 +125,7 @@ def methods(json_: AsJson = False) -> None:
 
 
 def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
-    summary = _run(settings, folder, settings.method.name, quiet or json_)
+    summary = _run(settings, folder, method_title(settings.method.name), quiet or json_)
     if json_:
         print(json.dumps(summary))
         return
@@ -167,6 +168,11 @@ def _cell(settings: Config, name: str, seed: int, several: bool) -> tuple[str, C
     cell = settings.for_method(name).with_values([("run.seed", seed)])
     label = file_name(name)
     return (f"{label}-seed{seed}" if several else label), cell
+
+
+def _shown(cell: Config, several: bool) -> str:
+    title = method_title(cell.method.name)
+    return f"{title}, seed {cell.run.seed}" if several else title
 
 
 def _names(text: str) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from quiverfl.errors import QuiverError
 from quiverfl.topologies import TOPOLOGIES, Topology, TopologyReport, analyse, make_topology
 from quiverfl.topologies.analysis import Spread
 
@@ -48,13 +49,18 @@ def topologies(
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="Its name, as `quiver topologies` lists it.")],
+    name: Annotated[
+        str, typer.Argument(help="As `quiver topologies` lists it, or your own module:function.")
+    ],
     clients: Annotated[int, typer.Option(help="How many clients.")] = 100,
     neighbors: Annotated[int | None, typer.Option(help="Neighbours of a client.")] = None,
     sampled: Annotated[int | None, typer.Option(help="Clients a star samples.")] = None,
     probability: Annotated[float | None, typer.Option(help="Of a link (erdos_renyi).")] = None,
     seed: Annotated[int | None, typer.Option(help="Of random graphs.")] = None,
     participation: Annotated[float | None, typer.Option(help="Fraction online.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="option=value, for any other option.")
+    ] = None,
     static: Annotated[bool, typer.Option("--static", help="Keep round 0's draw.")] = False,
     rounds: Annotated[int, typer.Option(help="How many rounds to look at.")] = 50,
     message_bytes: Annotated[
@@ -76,6 +82,7 @@ def show(
         "static": static or None,
     }
     options = {option: value for option, value in given.items() if value is not None}
+    options |= dict(map(_option, set_ or ()))
     topology = make_topology(name, clients, **options)
     if picture is not None:
         _draw(topology, picture_round, picture)
@@ -88,6 +95,15 @@ def show(
             _print(f"left out: {reason}")
     if picture is not None:
         typer.echo(f"picture: {picture}", err=as_json)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    from quiverfl.config import toml_value
+
+    option, separator, value = text.partition("=")
+    if not separator or not value.strip():
+        raise QuiverError(f"--set {text!r}: write option=value.")
+    return option.strip(), toml_value(value.strip())
 
 
 def _draw(topology: Topology, round: int, picture: Path) -> None:

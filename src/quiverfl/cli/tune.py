@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from quiverfl.cli.sweep import (
@@ -26,6 +27,7 @@ from quiverfl.cli.sweep import (
     choice,
     leave,
 )
+from quiverfl.methods import method_title
 from quiverfl.results.numbers import NOTHING
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import load_sweep
@@ -80,7 +82,7 @@ def _table(found: Sequence[Tuned], stage: str) -> Table:
         diverged = sum(a_try.diverged for a_try in one.tries)
         missing = sum(math.isnan(a_try.mean) and not a_try.diverged for a_try in one.tries)
         counts = [str(count) for count in (len(one.tries), diverged, missing)]
-        table.add_row(one.method, *counts, *_best(one, cases))
+        table.add_row(escape(method_title(one.method)), *counts, *_best(one, cases))
     return table
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quiverfl.results.summary import history_frame, rounds_frame
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -42,25 +44,13 @@ class History:
 
     def frame(self) -> pd.DataFrame:
         """round, stage, client, and a column per metric."""
-        import pandas as pd  # late: half a second that a peer's start need not wait for
-
-        parts = [
-            pd.DataFrame({"round": round, "stage": stage, "client": _clients(metrics), **metrics})
-            for round, stage, metrics in self.evaluations
-        ]
-        columns = ["round", "stage", "client", "accuracy", "loss"]
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+        return history_frame(self.evaluations)
 
     def rounds(self) -> pd.DataFrame:
         """One row per round; what is recorded per client is summed."""
-        import pandas as pd
-
-        return pd.DataFrame([summed(record) for record in self.records])
+        return rounds_frame(self.records)
 
 
-def summed(record: Record) -> Record:
-    return {name: sum(v) if isinstance(v, list) else v for name, v in record.items()}
-
-
-def _clients(metrics: Metrics) -> npt.NDArray[np.int64]:
-    return np.arange(len(next(iter(metrics.values()))))
+def evaluates(round: int, every: int, rounds: int) -> bool:
+    """Whether a round is evaluated: every so many of them, and the last of all."""
+    return (round + 1) % every == 0 or round == rounds - 1

@@ -76,6 +76,12 @@ def find_method(name: str) -> Callable[..., Method]:
     return METHODS[name]
 
 
+def method_title(name: str) -> str:
+    """What a method is called where people read: its own title, or else the name of its class."""
+    title = getattr(find_method(name), "title", None)
+    return title if isinstance(title, str) else name.rpartition(":")[2]
+
+
 __all__ = [
     "APFL",
     "METHODS",
@@ -111,4 +117,5 @@ __all__ = [
     "Train",
     "Trained",
     "find_method",
+    "method_title",
 ]

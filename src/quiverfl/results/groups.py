@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from quiverfl.experiment_keys import experiment_settings, flat
 from quiverfl.results import palette
 from quiverfl.results.palette import Style
 from quiverfl.results.run_files import RunResult
 from quiverfl.results.summary import headline
-
-_NOT_THE_EXPERIMENT = {
-    "seed",
-    "device",
-    "threads",
-    "executor",
-    "keep_local",
-    "checkpoint_every",
-    "evaluate_every",
-}
-"""Keys of `run` that change how an experiment is carried out, not which one it is."""
-_WHERE = "data.root"
-"""Nor is it another experiment because its data lie elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +32,11 @@ class Group:
         return self.runs[0].method
 
     @property
+    def title(self) -> str:
+        """What the method is called; the label says what else sets the experiment apart."""
+        return self.runs[0].title
+
+    @property
     def first(self) -> RunResult:
         return self.runs[0]
 
@@ -57,11 +50,8 @@ class Group:
 
 
 def group_runs(runs: Iterable[RunResult]) -> list[Group]:
-    """The experiments among some runs, in the order of the paper's tables."""
-    together: dict[str, list[RunResult]] = {}
-    for run in runs:
-        together.setdefault(_identity(run), []).append(run)
-    sorted_groups = sorted(together.values(), key=lambda group: palette.rank(group[0].method))
+    """The experiments among some runs: Quiver's methods in their order, then others by title."""
+    sorted_groups = sorted(_together(runs), key=lambda group: _place(group[0]))
     labels = _labels([group[0] for group in sorted_groups])
     styles = palette.styles([group[0].method for group in sorted_groups])
     return [
@@ -70,21 +60,14 @@ def group_runs(runs: Iterable[RunResult]) -> list[Group]:
     ]
 
 
+def _place(run: RunResult) -> tuple[bool, int, str]:
+    return run.order is None, run.order or 0, run.title.casefold()
+
+
 def common_metric(groups: Sequence[Group]) -> str:
     """Accuracy if anybody has one, otherwise the loss."""
     metrics = {headline(run.history) for group in groups for run in group.runs if len(run.history)}
     return "loss" if metrics == {"loss"} else "accuracy"
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as `section.key`."""
-    pairs: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            pairs.update(flat(value, f"{prefix}{key}."))
-        else:
-            pairs[f"{prefix}{key}"] = value
-    return pairs
 
 
 def _group(label: str, runs: list[RunResult], style: Style) -> Group:
@@ -107,32 +90,35 @@ def _group(label: str, runs: list[RunResult], style: Style) -> Group:
 
 
 def settings(run: RunResult) -> dict[str, Any]:
-    """What makes it this experiment: everything but seeds and how it was carried out."""
-    return {
-        key: value
-        for key, value in flat({**run.config, "topology": run.topology_options}).items()
-        if key.rsplit(".", 1)[-1] != "seed"
-        and not key.startswith("overrides.")
-        and key != _WHERE
-        and not (key.startswith("run.") and key.split(".")[1] in _NOT_THE_EXPERIMENT)
-    }
+    """What makes it this experiment, as `section.key`, with the topology that was used.
+
+    What is not set is left out: a run of another version may not have the key.
+    """
+    used = flat(experiment_settings({**run.config, "topology": run.topology_options}))
+    return {key: value for key, value in used.items() if value is not None}
 
 
-def _identity(run: RunResult) -> str:
-    return json.dumps(settings(run), sort_keys=True, default=str)
+def _together(runs: Iterable[RunResult]) -> list[list[RunResult]]:
+    """Runs by experiment, as their folders name it; where one does not, all by their settings."""
+    found = list(runs)
+    named = all(run.experiment is not None for run in found)
+    together: dict[str | None, list[RunResult]] = {}
+    for run in found:
+        key = run.experiment if named else json.dumps(settings(run), sort_keys=True, default=str)
+        together.setdefault(key, []).append(run)
+    return list(together.values())
 
 
 def _labels(runs: list[RunResult]) -> list[str]:
-    """The method's name, and what sets it apart where a method comes more than once."""
+    """The method's title, and what sets it apart where one comes more than once."""
     labels = []
     for run in runs:
-        same = [settings(other) for other in runs if other.method == run.method]
+        same = [settings(other) for other in runs if other.title == run.title]
         mine = settings(run)
         keys = sorted({key for other in same for key in {**other, **mine}})
         apart = [key for key in keys if any(other.get(key) != mine.get(key) for other in same)]
-        words = ", ".join(_words(key, mine[key]) for key in apart if mine.get(key) is not None)
-        name = palette.display(run.method)
-        labels.append(f"{name} ({words})" if words else name)
+        words = ", ".join(_words(key, mine[key]) for key in apart if key in mine)
+        labels.append(f"{run.title} ({words})" if words else run.title)
     return _numbered(labels)
 
 

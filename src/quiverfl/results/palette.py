@@ -1,11 +1,13 @@
-"""One name, one colour and one marker per method, the same in every table and figure.
+"""A colour and a marker per method, the same in every figure and legend.
 
 The colours are told apart with the common kinds of colour blindness (they are Okabe and Ito's and
-some of Tol's); where many methods meet, the marker tells the rest.
+some of Tol's). Nobody tells more than a dozen apart: beyond that a colour comes again with another
+marker.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,21 +18,20 @@ class Style:
     marker: str
 
 
-_KNOWN = {
-    "local": ("Local", Style("#6E6E6E", "o")),
-    "fedavg": ("FedAvg", Style("#0072B2", "s")),
-    "fedper": ("FedPer", Style("#56B4E9", "D")),
-    "fedrep": ("FedRep", Style("#009E73", "^")),
-    "fedbabu": ("FedBABU", Style("#E69F00", "v")),
-    "ditto": ("Ditto", Style("#CC79A7", "P")),
-    "dfedavgm": ("DFedAvgM", Style("#332288", "X")),
-    "dfedavgmp": ("DFedAvgM-P", Style("#882255", "<")),
-    "osgp": ("OSGP", Style("#117733", ">")),
-    "dispfl": ("Dis-PFL", Style("#8C8C2E", "h")),
-    "dfedpgp": ("DFedPGP", Style("#D55E00", "o")),
+_OWN = {
+    "local": Style("#6E6E6E", "o"),
+    "fedavg": Style("#0072B2", "s"),
+    "fedper": Style("#56B4E9", "D"),
+    "fedrep": Style("#009E73", "^"),
+    "fedbabu": Style("#E69F00", "v"),
+    "ditto": Style("#CC79A7", "P"),
+    "dfedavgm": Style("#332288", "X"),
+    "dfedavgmp": Style("#882255", "<"),
+    "osgp": Style("#117733", ">"),
+    "dispfl": Style("#8C8C2E", "h"),
+    "dfedpgp": Style("#D55E00", "o"),
 }
-ORDER = tuple(_KNOWN)
-
+"""The methods of the paper look alike in all reports; others take what is free."""
 
 GLYPHS = {
     "o": "●",
@@ -43,8 +44,17 @@ GLYPHS = {
     "<": "◀",
     ">": "▶",
     "h": "⬢",
+    "*": "★",
+    "p": "⬟",
 }
 """The markers as letters, for legends in text."""
+
+_COLORS = (*(style.color for style in reversed(_OWN.values())), "#000000", "#661100")
+_POOL = tuple(
+    Style(color, tuple(GLYPHS)[(place + turn) % len(GLYPHS)])
+    for turn in range(len(GLYPHS))
+    for place, color in enumerate(_COLORS)
+)
 
 
 def plain(method: str) -> str:
@@ -52,24 +62,25 @@ def plain(method: str) -> str:
     return "".join(letter for letter in method.lower() if letter.isalnum())
 
 
-def display(method: str) -> str:
-    """The method's name as its authors write it, where we know them."""
-    known = _KNOWN.get(plain(method))
-    return method.rpartition(":")[2] if known is None else known[0]
-
-
-def rank(method: str) -> int:
-    """The order of the paper's tables; unknown methods follow."""
-    return ORDER.index(plain(method)) if plain(method) in ORDER else len(ORDER)
-
-
 def styles(methods: Sequence[str]) -> list[Style]:
-    """A style for each; a method that comes a second time takes a colour nobody has."""
-    taken: list[Style | None] = []
-    for position, method in enumerate(methods):
-        first = plain(method) in _KNOWN and plain(method) not in map(plain, methods[:position])
-        taken.append(_KNOWN[plain(method)][1] if first else None)
-    free = [style for _, style in reversed(_KNOWN.values()) if style not in taken]
-    spare = free or [style for _, style in _KNOWN.values()]
-    given = iter(range(len(methods)))
-    return [style or spare[next(given) % len(spare)] for style in taken]
+    """A style for each, in this order: its own the first time, otherwise the one least in use.
+
+    That is a colour nobody has, then one that few have with a marker that few have.
+    """
+    names = [plain(method) for method in methods]
+    first = [name in _OWN and name not in names[:place] for place, name in enumerate(names)]
+    taken = Counter(_OWN[name] for name, own in zip(names, first, strict=True) if own)
+    given = []
+    for name, own in zip(names, first, strict=True):
+        given.append(_OWN[name] if own else _free(taken))
+        taken[given[-1]] += not own
+    return given
+
+
+def _free(taken: Counter[Style]) -> Style:
+    colors: Counter[str] = Counter()
+    markers: Counter[str] = Counter()
+    for style, times in taken.items():
+        colors[style.color] += times
+        markers[style.marker] += times
+    return min(_POOL, key=lambda s: (taken[s], colors[s.color], markers[s.marker]))

@@ -11,8 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from quiverfl.errors import QuiverError
+from quiverfl.experiment_keys import SEEDS, flat
+from quiverfl.references import is_reference
 from quiverfl.results.figures import picture
-from quiverfl.results.groups import Group, flat
+from quiverfl.results.groups import Group
 from quiverfl.results.html import Markup, tag
 from quiverfl.results.report_parts import (
     differences_table,
@@ -97,7 +99,13 @@ def _graph_figure(run: RunResult) -> Figure:
     from quiverfl.results.graph_picture import draw_graph
     from quiverfl.topologies import make_topology
 
-    options = {name: value for name, value in run.topology_options.items() if name != "name"}
+    if is_reference(run.topology):
+        raise QuiverError(
+            "It was made by code that is not part of the results, and a report runs none: "
+            f"`quiver topology show {run.topology} --picture graph.svg` draws it."
+        )
+    written = ("name", "participation_seed")  # the latter follows from the seed
+    options = {k: v for k, v in run.topology_options.items() if k not in written}
     graph = make_topology(run.topology, run.clients, **options)(0)
     return picture(lambda axes: draw_graph(graph, axes), 4.4, 4.4)
 
@@ -130,7 +138,7 @@ def _topology_words(run: RunResult) -> str:
     options = {
         k: v
         for k, v in run.topology_options.items()
-        if k not in ("name", "seed") and v is not False
+        if k not in ("name", "seed", "participation_seed") and v is not False
     }
     words = ", ".join(f"{name} {value}" for name, value in options.items())
     return f"{run.topology} ({words})" if words else run.topology
@@ -145,7 +153,7 @@ def _values(groups: Sequence[Group]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for one in settings for name in one)
     sections = list(dict.fromkeys(name.split(".")[0] for name in names))
     together = sorted(names, key=lambda name: sections.index(name.split(".")[0]))
-    kept = [name for name in together if name not in ("run.seed", "topology.seed")]
+    kept = [name for name in together if name not in SEEDS - {"data.seed"}]
     return {name: [one.get(name) for one in settings] for name in kept}
 
 

@@ -20,14 +20,28 @@ import numpy.typing as npt
 
 from quiverfl.errors import QuiverError
 from quiverfl.results.output_files import replace_file
+from quiverfl.results.palette import plain
 from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.summary import by_client
+from quiverfl.results.summary import Evaluation, by_client, history_frame, rounds_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Counts = npt.NDArray[np.int64]
-_HISTORY_COLUMNS = ["round", "stage", "client"]
+_FIRST_TITLES = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedper": "FedPer",
+    "fedrep": "FedRep",
+    "fedbabu": "FedBABU",
+    "ditto": "Ditto",
+    "dfedavgm": "DFedAvgM",
+    "dfedavgmp": "DFedAvgM-P",
+    "osgp": "OSGP",
+    "dispfl": "Dis-PFL",
+    "dfedpgp": "DFedPGP",
+}
+"""For folders of version 0.1 only, which wrote no titles: its methods in their order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +50,12 @@ class RunResult:
 
     path: Path
     version: str
+    experiment: str | None
+    """What it has in common with its other seeds; None in a folder of version 0.1."""
+    title: str
+    """What the method is called where people read."""
+    order: int | None
+    """The method's place among Quiver's own; None for others."""
     config: Mapping[str, Any]
     topology_options: Mapping[str, Any]
     """The topology that was used: its name and its options, with nothing left to "auto"."""
@@ -134,18 +154,22 @@ def read_run(folder: Path) -> RunResult:
     """One run folder, whatever state it is in."""
     if not is_run(folder):
         raise QuiverError(f"{folder} is not a run folder: it has no config.json.")
-    written = _read_json(folder / "config.json")
+    written = read_json(folder / "config.json")
     config = _mapping(written.get("config"))
-    summary = _read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     train_counts, test_counts = _read_counts(folder / "partition.npz")
     environment = folder / "environment.json"
+    title, order = _method(written)
     return RunResult(
         path=folder,
         version=str(written.get("quiver", "unknown")),
+        experiment=_text(written.get("experiment")),
+        title=title,
+        order=order,
         config=config,
         topology_options=_mapping(written.get("topology") or config.get("topology")),
         method_options={**_mapping(config.get("method")), **_mapping(summary.get("method"))},
-        environment=_read_json(environment) if environment.exists() else {},
+        environment=read_json(environment) if environment.exists() else {},
         history=_read_frame(folder, "history"),
         rounds=_read_frame(folder, "rounds"),
         train_counts=train_counts,
@@ -158,37 +182,10 @@ def read_run(folder: Path) -> RunResult:
 
 def finish(folder: Path) -> None:
     """Write history.parquet and rounds.parquet from the lines recorded while running."""
-    for name, build in (("history", history_frame), ("rounds", rounds_frame)):
+    for name in ("history", "rounds"):
         buffer = io.BytesIO()
-        build(read_lines(folder / f"{name}.jsonl")).to_parquet(buffer, index=False)
+        _frame(folder / f"{name}.jsonl").to_parquet(buffer, index=False)
         replace_file(folder / f"{name}.parquet", buffer.getvalue())
-
-
-def history_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per (round, stage, client) from one line per (round, stage)."""
-    import pandas as pd  # late: half a second that a peer's start need not wait for
-
-    latest = {(int(line["round"]), str(line["stage"])): line["metrics"] for line in lines}
-    parts = []
-    for (round, stage), metrics in sorted(latest.items()):
-        columns = {name: _floats(values) for name, values in metrics.items()}
-        clients = np.arange(max((len(values) for values in columns.values()), default=0))
-        parts.append(pd.DataFrame({"round": round, "stage": stage, "client": clients, **columns}))
-    if not parts:
-        return pd.DataFrame({name: [] for name in _HISTORY_COLUMNS})
-    return pd.concat(parts, ignore_index=True)
-
-
-def rounds_frame(lines: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per round from one line per round; lists, one number per client, are summed."""
-    import pandas as pd
-
-    latest = {int(line["round"]): line for line in lines}
-    rows = [
-        {name: sum(value) if isinstance(value, list) else value for name, value in line.items()}
-        for _, line in sorted(latest.items())
-    ]
-    return pd.DataFrame(rows) if rows else pd.DataFrame({"round": []})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -213,8 +210,32 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _floats(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
+    if not isinstance(content, dict):
+        raise QuiverError(f"{path} is damaged: it should hold a JSON object.")
+    return content
+
+
+def evaluation(line: Mapping[str, Any]) -> Evaluation:
+    """A line of history.jsonl as it was recorded: JSON has no NaN and says null."""
+    columns = {
+        name: np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+        for name, values in line["metrics"].items()
+    }
+    return int(line["round"]), str(line["stage"]), columns
+
+
+def _frame(path: Path) -> pd.DataFrame:
+    """The lines of history.jsonl or rounds.jsonl as a frame."""
+    lines = read_lines(path)
+    if path.stem == "history":
+        return history_frame(evaluation(line) for line in lines)
+    return rounds_frame(lines)
 
 
 def _read_frame(folder: Path, name: str) -> pd.DataFrame:
@@ -228,9 +249,8 @@ def _read_frame(folder: Path, name: str) -> pd.DataFrame:
         except (OSError, ValueError) as problem:
             if not lines.exists():
                 raise QuiverError(f"{parquet} is damaged and cannot be read.") from problem
-    build = history_frame if name == "history" else rounds_frame
     try:
-        return build(read_lines(lines))
+        return _frame(lines)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise QuiverError(f"{lines} is not what a run writes: {problem!r}.") from problem
 
@@ -239,18 +259,24 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _method(written: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The method's title and its place in tables, as written or as version 0.1 had them."""
+    name = str(_mapping(_mapping(written.get("config")).get("method")).get("name", "unknown"))
+    said = _mapping(written.get("method"))
+    title, order = _text(said.get("title")), said.get("order")
+    if title is None:
+        first = list(_FIRST_TITLES)
+        title = _FIRST_TITLES.get(plain(name), name.rpartition(":")[2])
+        order = first.index(plain(name)) if plain(name) in first else None
+    return title, order if isinstance(order, int) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
 def _changed(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
-    if not isinstance(content, dict):
-        raise QuiverError(f"{path} is damaged: it should hold a JSON object.")
-    return content
 
 
 def _read_counts(path: Path) -> tuple[Counts | None, Counts | None]:

@@ -116,7 +116,7 @@ def group_called(groups: Sequence[Group], name: str) -> Group:
     for group in groups:
         if group.label == name:
             return group
-    same = [group for group in groups if plain(group.method) == plain(name)]
+    same = [g for g in groups if plain(name) in (plain(g.method), plain(g.title))]
     if len(same) == 1:
         return same[0]
     labels = [group.label for group in groups]

@@ -11,16 +11,46 @@ Three figures describe the clients at one moment, each over the clients that hav
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Evaluation: TypeAlias = tuple[int, str, dict[str, npt.NDArray[np.float64]]]
+"""Round, stage, and for each metric a number per client."""
 Report: TypeAlias = Literal["last", "best", "last10"]
 REPORTS: tuple[Report, ...] = ("last", "best", "last10")
 STAGES = ("local", "mixed")
+
+
+def history_frame(evaluations: Iterable[Evaluation]) -> pd.DataFrame:
+    """One row per (round, stage, client); what was evaluated twice counts as it was last."""
+    import pandas as pd  # late: half a second that a peer's start need not wait for
+
+    latest = {(round, stage): metrics for round, stage, metrics in evaluations}
+    parts = []
+    for (round, stage), metrics in sorted(latest.items(), key=lambda item: item[0]):
+        clients = np.arange(max((len(values) for values in metrics.values()), default=0))
+        parts.append(pd.DataFrame({"round": round, "stage": stage, "client": clients, **metrics}))
+    if not parts:
+        return pd.DataFrame({name: [] for name in ("round", "stage", "client")})
+    return pd.concat(parts, ignore_index=True)
+
+
+def rounds_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per round, as it was recorded last; lists, one number per client, are summed."""
+    import pandas as pd
+
+    latest = {int(record["round"]): record for record in records}
+    rows = [
+        {name: sum(value) if isinstance(value, list) else value for name, value in record.items()}
+        for _, record in sorted(latest.items())
+    ]
+    return pd.DataFrame(rows) if rows else pd.DataFrame({"round": []})
 
 
 def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:

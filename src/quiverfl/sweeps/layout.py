@@ -7,13 +7,16 @@ failures/NAME.json  why it failed, until it succeeds
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from quiverfl.errors import QuiverError
 from quiverfl.results.output_files import replace_file
+from quiverfl.results.run_files import read_json
 from quiverfl.run_folder import RunFolder
 from quiverfl.sweeps.plan import Cell
 
@@ -27,7 +30,20 @@ class Places:
     root: Path
 
     def run(self, cell: Cell) -> Path:
-        return self.root / "cells" / cell.name
+        folder = self.root / "cells" / cell.name
+        if not self._named_before or folder.exists():
+            return folder
+        return self._named_before.get(cell.config.identity(), folder)
+
+    @cached_property
+    def _named_before(self) -> dict[str, Path]:
+        """Folders of version 0.1, whose names have another hash, by their identity of today."""
+        found: dict[str, Path] = {}
+        for path in sorted((self.root / "cells").glob("*/config.json")):
+            with contextlib.suppress(QuiverError):  # damaged, or of code that is not here
+                if "schema" not in read_json(path):
+                    found[RunFolder(path.parent).config().identity()] = path.parent
+        return found
 
     def lock(self, cell: Cell) -> Path:
         return self.root / "cells" / ".locks" / cell.name
@@ -51,7 +67,7 @@ class Places:
         """Why it failed, as far as it is known."""
         path = self.failure(cell)
         if path.exists():
-            return str(_read(path).get("error", ""))
+            return str(read_json(path).get("error", ""))
         return str(RunFolder(self.run(cell)).summary().get("error", ""))
 
     def note_failure(self, cell: Cell, error: str, code: int) -> None:
@@ -60,11 +76,3 @@ class Places:
 
     def forget_failure(self, cell: Cell) -> None:
         self.failure(cell).unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise QuiverError(f"{path}: cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}

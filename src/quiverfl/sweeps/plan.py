@@ -29,6 +29,7 @@ from typing import Any
 
 from quiverfl.config import UNSET, Config, parse, setting
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.experiment_keys import flat
 
 Tree = dict[str, Any]
 Point = tuple[tuple[str, Any], ...]
@@ -172,7 +173,7 @@ def _blocks(tree: Tree, path: Path) -> list[dict[str, list[Any]]]:
     """The grids, each as `section.key` → values; methods and seeds are keys like any other."""
     written = tree.get("grid", {})
     common: Tree = {key: tree[key] for key in ("methods", "seeds") if key in tree}
-    blocks = [_flat({**common, **block}) for block in (written if _is_list(written) else [written])]
+    blocks = [flat({**common, **block}) for block in (written if _is_list(written) else [written])]
     for block in blocks:
         for name, key in (("methods", "method.name"), ("seeds", "run.seed")):
             if name in block:
@@ -233,7 +234,7 @@ def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[s
 
 
 def _contradicted(case: Tree, settings: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
-    own = _flat(case)
+    own = flat(case)
     return tuple(
         _words(key, "default" if value is UNSET else value)
         for key, value in settings
@@ -250,15 +251,6 @@ def _laid_over(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:
         else:
             merged[key] = value
     return merged
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`training.lr` whether it was written with or without quotes."""
-    pairs: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping)
-        pairs.update(_flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value})
-    return pairs
 
 
 def _frozen(value: Any) -> Any:

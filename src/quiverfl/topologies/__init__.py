@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.references import is_reference, load_callable, origin
 from quiverfl.topologies.analysis import TopologyReport, analyse
 from quiverfl.topologies.fixed import (
     directed_ring,
@@ -35,6 +37,7 @@ __all__ = [
     "directed_ring",
     "erdos_renyi",
     "exponential",
+    "find_topology",
     "from_matrix",
     "from_networkx",
     "full",
@@ -49,6 +52,7 @@ __all__ = [
     "random_regular",
     "ring",
     "star",
+    "topology_options",
     "torus",
 ]
 
@@ -69,15 +73,53 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 }
 
 
+def find_topology(name: str) -> Callable[..., Any]:
+    """What makes the topology of this name: one of TOPOLOGIES, or one's own `module:function`."""
+    if is_reference(name):
+        return load_callable(name)
+    if name not in TOPOLOGIES:
+        raise QuiverError(
+            f"unknown topology {name!r}: {nearest(name, TOPOLOGIES)} Your own: module:function."
+        )
+    return TOPOLOGIES[name]
+
+
+def topology_options(name: str) -> list[str]:
+    """The options that a topology has by name, without `clients` and `participation`."""
+    return [option for option in signature(find_topology(name)).parameters if option != "clients"]
+
+
 def make_topology(name: str, clients: int, **options: Any) -> Topology:
     """A topology by its name, as a configuration gives it; unknown or missing options are refused.
 
-    `participation` is an option of all of them, a fraction below 1 (see participating).
+    `participation` is an option of all of them, a fraction below 1 (see participating). One's own
+    function is called with clients=… and the options; it returns a Topology, or a function from a
+    round to its matrix or Graph (see custom).
     """
-    if name not in TOPOLOGIES:
-        raise QuiverError(f"unknown topology {name!r}: {nearest(name, TOPOLOGIES)}")
     participation = options.pop("participation", 1.0)
-    known = inspect.signature(TOPOLOGIES[name]).parameters
+    function = find_topology(name)
+    if is_reference(name) and "seed" in topology_options(name):
+        options.setdefault("seed", 0)
+    _check(name, function, options)
+    topology: Topology = (
+        _own(name, function, clients, options)
+        if is_reference(name)
+        else function(clients, **options)
+    )
+    if participation == 1:
+        return topology
+    return participating(topology, participation, seed=options.get("seed", 0))
+
+
+def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    known = signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    if "clients" not in known:
+        raise QuiverError(
+            f"topology {name!r} does not take the number of clients: write "
+            f"def {name.rpartition(':')[2]}(clients, …)."
+        )
     for option in options:
         if option not in known:
             raise QuiverError(
@@ -85,9 +127,36 @@ def make_topology(name: str, clients: int, **options: Any) -> Topology:
                 f"{nearest(option, {*known, 'participation'} - {'clients'})}"
             )
     for option, parameter in known.items():
-        if parameter.default is parameter.empty and option not in {"clients", *options}:
+        needed = parameter.default is parameter.empty and parameter.kind.name != "VAR_POSITIONAL"
+        if needed and option not in {"clients", *options}:
             raise QuiverError(f"topology {name!r} needs the option {option!r}.")
-    topology = TOPOLOGIES[name](clients, **options)
-    if participation == 1:
-        return topology
-    return participating(topology, participation, seed=options.get("seed", 0))
+
+
+def _own(
+    name: str, function: Callable[..., Any], clients: int, options: Mapping[str, Any]
+) -> Topology:
+    """The topology of one's own function, under the name and options it was asked for with."""
+    try:
+        made = function(clients=clients, **options)
+    except QuiverError:
+        raise
+    except Exception as error:
+        # Whatever one's own function raises is theirs to see, in one line.
+        raise QuiverError(
+            f"topology {name!r} failed ({origin(error)}): {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(made, Topology):
+        topology = made
+    elif callable(made):
+        topology = custom(made, clients)
+    else:
+        raise QuiverError(
+            f"topology {name!r} returned a {type(made).__name__}: return a Topology, such as "
+            "from_matrix(weights), or a function from a round to its matrix or Graph."
+        )
+    if topology.clients != clients:
+        raise QuiverError(
+            f"topology {name!r} returned a graph of {topology.clients} clients where {clients} "
+            "were asked for: make it from the argument `clients`, or change data.clients."
+        )
+    return replace(topology, name=name, options=dict(options))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from quiverfl.methods import method_title
 from quiverfl.paper.reproduce.collect import Results
 from quiverfl.results import numbers
 from quiverfl.results.groups import Group
 from quiverfl.results.html_report import partition_words
-from quiverfl.results.palette import display
 
 TRAINING = {
     "lr": "lr",
@@ -84,8 +84,8 @@ def _by_method(values: Sequence[tuple[str, str]]) -> str:
     methods: dict[str, list[str]] = {}
     for method, value in values:
         named = methods.setdefault(value, [])
-        if display(method) not in named:
-            named.append(display(method))
+        if method_title(method) not in named:
+            named.append(method_title(method))
     if sum(len(named) for named in methods.values()) > len({method for method, _ in values}):
         return " / ".join(methods)  # a method has several: they differ between cases, too
     usual = max(methods, key=lambda value: len(methods[value]))
@@ -109,7 +109,7 @@ def _graph_words(groups: list[Group]) -> str:
         options = group.first.topology_options
         shown = [f"{key} {options[key]}" for key in ("neighbors", "sampled") if key in options]
         kind = f"{group.first.topology} ({', '.join(shown)})" if shown else group.first.topology
-        kinds.setdefault(kind, []).append(display(group.method))
+        kinds.setdefault(kind, []).append(method_title(group.method))
     listed = "; ".join(f"{', '.join(dict.fromkeys(n))} on {k}" for k, n in kinds.items())
     pull = " On random_pull μ stays 1 and the paper's theorem does not apply."
     return f"{listed}.{pull if any(k.startswith('random_pull') for k in kinds) else ''}"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quiverfl.errors import QuiverError
+from quiverfl.methods import METHODS, method_title
 from quiverfl.results.groups import Group, group_runs
-from quiverfl.results.palette import display, rank
 from quiverfl.results.run_files import RunResult, read_run
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell
@@ -31,8 +31,10 @@ class Results:
     """A sentence for every cell without a finished run."""
 
     def methods(self) -> list[str]:
-        """Those with a result anywhere, in the order of the paper's tables."""
-        return sorted({group.method for group in self.all_groups()}, key=rank)
+        """Those with a result anywhere: Quiver's in their order, then one's own."""
+        found = sorted({group.method for group in self.all_groups()})
+        known = [name for name in METHODS if name in found]
+        return known + [name for name in found if name not in METHODS]
 
     def one_each(self) -> list[Group]:
         """A group of each method, wherever it comes from."""
@@ -52,7 +54,7 @@ def collect(cells: Sequence[Cell], places: Places) -> Results:
             runs.setdefault(cell.label, []).append(read_run(places.run(cell)))
         else:
             why = "diverged" if state == "diverged" else "has not finished"
-            name = display(cell.config.method.name)
+            name = method_title(cell.config.method.name)
             place = f" on {cell.label}" if cell.label else ""
             missing.append(f"{name}{place}, seed {cell.config.run.seed}, {why}.")
     if not runs:

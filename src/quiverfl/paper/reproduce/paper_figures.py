@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import matplotlib
 from matplotlib.figure import Figure
 
+from quiverfl.methods import method_title
 from quiverfl.paper.reproduce.collect import Results
 from quiverfl.results.figures import STYLE, Against, draw_curves
 from quiverfl.results.groups import Group
-from quiverfl.results.palette import Style, display
+from quiverfl.results.palette import Style
 from quiverfl.results.partition_picture import draw_counts
 from quiverfl.results.run_files import Counts
 
@@ -39,7 +40,7 @@ def by_method(results: Results) -> list[Panels]:
     for method in results.methods():
         found = [(case.label, case.group(method)) for case in results.cases]
         there = [(label, group) for label, group in found if group is not None]
-        rows.append(Panels(display(method), tuple(_restyled(there))))
+        rows.append(Panels(method_title(method), tuple(_restyled(there))))
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from quiverfl.data.partition import Partition
+from quiverfl.methods import method_title
 from quiverfl.paper.reproduce.captions import evaluation_words, setting_words, step_words
 from quiverfl.paper.reproduce.catalogue import Item
 from quiverfl.paper.reproduce.collect import Results
@@ -22,7 +23,6 @@ from quiverfl.paper.reproduce.paper_scores import (
     target_frame,
 )
 from quiverfl.results import numbers
-from quiverfl.results.palette import display
 from quiverfl.results.protocol import REPORT_WORDS, describe
 from quiverfl.results.summary import Report
 from quiverfl.results.table_formats import Cell, Column, Table
@@ -75,7 +75,7 @@ def series_table(
         rows = frame[frame["method"] == method].rename(columns={"case": "method", "method": "_"})
         records = _records(rows)
         for stage in stages:
-            columns.append(Column(stage, display(method)))
+            columns.append(Column(stage, method_title(method)))
             shown = _stage_column(records, stage)
             for case, line in zip(results.cases, cells, strict=True):
                 line.append(shown.get(case.label, Cell(numbers.NOTHING)))
@@ -150,13 +150,13 @@ def difference_table(
             if rows:
                 blocks.append(Block(case.label, stage, _column(rows, _difference)))
     caption = [
-        f"A method's mean test {METRIC} over clients minus {display(REFERENCE)}'s, "
+        f"A method's mean test {METRIC} over clients minus {method_title(REFERENCE)}'s, "
         f"{REPORT_WORDS[report]}, taken within each seed, then averaged. Positive: ahead "
         "of it. The CSV file has Student's 95 % intervals.",
         seed_words(results.all_groups()),
         *results.missing,
     ]
-    title = f"{item.title}: against {display(REFERENCE)}, paired by seed, in points"
+    title = f"{item.title}: against {method_title(REFERENCE)}, paired by seed, in points"
     methods = [method for method in results.methods() if method != REFERENCE]
     return _table(title, item, methods, blocks, caption)
 
@@ -212,7 +212,7 @@ def _table(
     columns += [Column(block.title, block.above) for block in blocks]
     rows = [
         (
-            Cell(display(method)),
+            Cell(method_title(method)),
             *(Cell(texts.get(method, "")) for texts in traits.values()),
             *(block.cells.get(method, Cell(numbers.NOTHING)) for block in blocks),
         )
