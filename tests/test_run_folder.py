@@ -25,7 +25,7 @@ from quiverfl.methods import METHODS, Method
 from quiverfl.results.groups import group_runs
 from quiverfl.results.run_files import find_runs, read_run
 from quiverfl.run_folder import RunFolder
-from quiverfl.topologies.graph import Topology
+from quiverfl.topologies.topology import Topology
 
 CONFIG = {
     "data": {"name": "digits", "clients": 6, "samples_per_client": 20, "alpha": 0.3},

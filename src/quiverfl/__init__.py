@@ -2,7 +2,7 @@
 
 from quiverfl.data.batches import batch_order
 from quiverfl.data.federated import FederatedData
-from quiverfl.engine.run import ClientState, Run
+from quiverfl.engine.simulation_run import ClientState, Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import simulate
 from quiverfl.errors import Diverged, Interrupted, QuiverError

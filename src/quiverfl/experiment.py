@@ -19,7 +19,7 @@ from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import Recorder
-from quiverfl.engine.run import Run
+from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import simulate
 from quiverfl.errors import QuiverError

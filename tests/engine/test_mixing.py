@@ -39,7 +39,7 @@ def test_mixing_is_the_matrix_product(
         finally:
             torch.set_num_threads(1)
     np.testing.assert_allclose(mixed.numpy(), expected, rtol=0, atol=1e-13)
-    assert graph.common_row is not None or mixed.data_ptr() == leaf.data_ptr()  # in place
+    assert graph.one_row or mixed.data_ptr() == leaf.data_ptr()  # in place
 
 
 def test_a_star_is_summed_once_for_all() -> None:

@@ -41,7 +41,7 @@ def test_tied_parameters_are_bound_in_every_place() -> None:
     point = task.initial(0)
     stacked = type(point)(*(part.double().unsqueeze(0) for part in point))
     x = torch.ones(1, 5, 3, dtype=torch.float64)
-    found = Sequential().outputs(program, stacked, x)
+    found = Sequential().see(program, stacked, x).outputs
     weights = program.named(type(point)(*(part[0] for part in stacked)))
     hidden = nn.functional.linear(x[0], weights["body.weight"], weights["body.bias"])
     hidden = nn.functional.linear(hidden, weights["body.weight"], weights["body.bias"])

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import quiverfl as qv
-from quiverfl.engine.workers import Halted, check, side_by_side, worker_count
+from quiverfl.engine.workers import Halted, side_by_side, stop_if_halted, worker_count
 from quiverfl.models import make_model
 from quiverfl.topologies import Topology
 
@@ -149,7 +149,7 @@ def test_work_that_is_broken_off_ends_at_its_next_step_and_no_other_begins() -> 
         begun.set()
         try:
             for _ in range(10_000):
-                check()
+                stop_if_halted()
                 threading.Event().wait(0.001)
         except Halted:
             broken_off.set()
@@ -158,7 +158,7 @@ def test_work_that_is_broken_off_ends_at_its_next_step_and_no_other_begins() -> 
     with pytest.raises(KeyboardInterrupt):
         side_by_side(work, range(50), 2)
     assert broken_off.is_set()
-    check()  # nothing is left behind
+    stop_if_halted()  # nothing is left behind
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker")]
 
 
@@ -172,7 +172,7 @@ def test_an_interruption_while_items_are_handed_out_ends_those_at_work() -> None
     def work(item: int) -> None:
         begun.append(item)
         for _ in range(10_000):
-            check()
+            stop_if_halted()
             threading.Event().wait(0.001)
 
     with pytest.raises(KeyboardInterrupt):

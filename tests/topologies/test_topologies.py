@@ -30,6 +30,7 @@ from quiverfl.topologies import (
     torus,
 )
 from quiverfl.topologies.fixed import sides
+from quiverfl.topologies.topology import downloads, links, offline, same_for_all, uploads
 
 FIXED = [isolated, ring, directed_ring, full, exponential, one_peer_exponential, grid, torus]
 
@@ -42,7 +43,7 @@ def test_isolated_is_the_identity_and_everybody_trains():
     graph = isolated(3)(7)
     assert np.array_equal(graph.weights, np.eye(3))
     assert graph.active.all()
-    assert graph.uploads.sum() == graph.downloads.sum() == 0
+    assert uploads(graph).sum() == downloads(graph).sum() == 0
 
 
 def test_ring():
@@ -124,35 +125,45 @@ def test_fixed_graphs_are_doubly_stochastic_and_everybody_is_its_own_neighbour(f
 
 def test_full_stores_one_row_and_the_matrix_only_on_request():
     graph = full(10_000)(0)
-    senders, weights = graph.common_row
-    assert np.array_equal(senders, np.arange(10_000))
-    assert (weights == 1e-4).all()
+    assert graph.one_row
+    assert np.array_equal(graph.senders, np.arange(10_000))
+    assert (graph.matrix.data == 1e-4).all()
     assert graph.row_stochastic
     assert graph.column_stochastic
-    assert (graph.uploads == 9_999).all()
-    assert (graph.downloads == 9_999).all()
-    assert graph.links == 10_000**2
+    assert (uploads(graph) == 9_999).all()
+    assert (downloads(graph) == 9_999).all()
+    assert links(graph) == 10_000**2
     assert "sparse" not in vars(graph)
     assert np.array_equal(full(3)(0).weights, np.full((3, 3), 1 / 3))
 
 
 def test_a_graph_given_as_a_row_counts_as_the_matrix_does():
-    row = np.array([1, 3]), np.array([0.25, 0.75])
-    lazy = Graph(row, active=np.ones(5, dtype=bool))
+    lazy = same_for_all(np.array([3, 1]), np.array([0.75, 0.25]), np.ones(5, dtype=bool))
     built = Graph(lazy.sparse, active=lazy.active)
+    assert lazy.one_row
+    assert not built.one_row
     assert np.array_equal(lazy.weights[4], [0, 0.25, 0, 0.75, 0])
-    for figure in ("uploads", "downloads", "senders", "weights"):
+    for count in (uploads, downloads, offline):
+        assert np.array_equal(count(lazy), count(built)), count
+    for figure in ("senders", "weights"):
         assert np.array_equal(getattr(lazy, figure), getattr(built, figure)), figure
-    for figure in ("links", "row_stochastic", "column_stochastic"):
+    for figure in ("row_stochastic", "column_stochastic"):
         assert getattr(lazy, figure) == getattr(built, figure), figure
-    assert all(np.array_equal(a, b) for a, b in zip(lazy.common_row, built.common_row, strict=True))
+    assert links(lazy) == links(built)
 
 
-def test_common_row_only_where_rows_are_equal():
-    assert from_matrix([[0.5, 0.5], [0.5, 0.5]])(0).common_row is not None
-    assert from_matrix([[0.5, 0.5], [0.25, 0.75]])(0).common_row is None
-    assert from_matrix([[0.5, 0.5, 0], [0.5, 0, 0.5], [0, 0.5, 0.5]])(0).common_row is None
-    assert ring(5)(0).common_row is None
+def test_one_row_only_where_rows_are_equal():
+    assert from_matrix([[0.5, 0.5], [0.5, 0.5]])(0).one_row
+    assert not from_matrix([[0.5, 0.5], [0.25, 0.75]])(0).one_row
+    assert not from_matrix([[0.5, 0.5, 0], [0.5, 0, 0.5], [0, 0.5, 0.5]])(0).one_row
+    assert not ring(5)(0).one_row
+
+
+def test_offline_is_who_neither_trains_nor_receives_whatever_stands_on_the_diagonal():
+    matrix = np.array([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.9, 0], [0, 0, 0, 1.0]])
+    active = np.array([True, False, False, True])
+    graph = Graph(sparse.csr_array(matrix), active)
+    assert np.array_equal(offline(graph), [False, False, True, False])
 
 
 def test_a_dense_matrix_of_many_clients_is_refused():
@@ -224,7 +235,7 @@ def test_from_matrix_dense_and_sparse():
     graph = from_matrix(weights.tolist())(0)
     assert graph.column_stochastic
     assert not graph.row_stochastic
-    assert np.array_equal(graph.uploads, [1, 1])
+    assert np.array_equal(uploads(graph), [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +287,7 @@ def test_star_rows_are_the_average_of_the_sampled_who_alone_train():
     assert np.array_equal(graph.weights, expected)
     assert graph.hub
     assert np.array_equal(graph.senders, chosen)
-    assert graph.uploads.sum() == graph.downloads.sum() == 2
+    assert uploads(graph).sum() == downloads(graph).sum() == 2
 
 
 def test_star_samples_everybody_equally_often_and_anew():
@@ -297,7 +308,7 @@ def test_star_of_many_clients_stores_one_row():
     graph = star(clients=10_000, sampled=1_000)(0)
     assert graph.row_stochastic
     assert not graph.column_stochastic
-    assert len(graph.common_row[0]) == 1_000
+    assert len(graph.senders) == 1_000
     assert "sparse" not in vars(graph)
 
 

@@ -15,7 +15,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Method, Once, Phase, Train
 from quiverfl.task import Task
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.topology import Topology
+from quiverfl.topologies.topology import Topology, keeps_a_share
 from quiverfl.training import Training
 
 DECLARED = ("name", "title", "topology", "mass", "delay", "unused")
@@ -79,6 +79,12 @@ def fitting(method: Method, graph: Graph) -> Graph:
         raise QuiverError(
             f"{method.title} carries no push-sum mass, so a delay of {method.delay} would shrink "
             "its models: set delay to 0, or use osgp, whose μ accounts for messages in flight."
+        )
+    if method.delay and not keeps_a_share(graph):
+        raise QuiverError(
+            f"{method.title} with delay = {method.delay} needs a graph on which every client keeps "
+            "a share of its own message, since nothing else arrives at first; on a star those who "
+            "are not sampled keep none. Set delay to 0, or use random_push."
         )
     return graph
 

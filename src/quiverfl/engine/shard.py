@@ -14,7 +14,7 @@ from torch import Tensor
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.context import Group, PhaseContext, Place
-from quiverfl.engine.descent import Buffers
+from quiverfl.engine.optimizer import Buffers
 from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.fit import check_phases, gradients_without_rate

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.engine.descent import Buffers, Descent, Rates
+from quiverfl.engine.optimizer import Buffers, Descent, Rates
 from quiverfl.engine.programs import Executor, Losses, Program
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quiverfl.data.batches import Plan, plan, sample_keys
 from quiverfl.engine.context import Group, PhaseContext, Place
-from quiverfl.engine.descent import Buffers, Rates
+from quiverfl.engine.optimizer import Buffers, Rates
 from quiverfl.engine.features import HeadFeatures, head_is_last
 from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.programs import Program

@@ -70,6 +70,13 @@ def downloads(graph: Graph) -> Integers:
     return graph.active.astype(np.int64) if graph.hub else _off_diagonal(graph, axis=1)
 
 
+def keeps_a_share(graph: Graph) -> bool:
+    """Whether every client's own weight is positive."""
+    if graph.one_row:
+        return len(graph.senders) == graph.clients
+    return bool((graph.matrix.diagonal() > 0).all())
+
+
 def offline(graph: Graph) -> Flags:
     """Clients that neither train nor receive anything from others."""
     away: Flags = ~graph.active & (_off_diagonal(graph, axis=1) == 0)
