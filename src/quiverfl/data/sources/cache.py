@@ -22,7 +22,8 @@ from quiverfl.data.sources.whole import whole, workplace
 from quiverfl.errors import QuiverError
 
 FOLDER = ".quiver-cache"
-VERSION = 2
+VERSION = 3
+"""Of what readers make of the same files: a cache from before is not taken for it."""
 MAPPED = ("train_x", "test_x")
 LOADED = ("train_y", "test_y", "train_owner", "test_owner")
 DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)

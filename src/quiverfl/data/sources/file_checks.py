@@ -26,8 +26,8 @@ def check_md5(
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != expected:
         raise QuiverError(
-            f"{path} has the wrong checksum ({what} {found}, published {expected}): it is damaged or "
-            f"was changed. {remedy}"
+            f"{path} has the wrong checksum ({what} {found}, published {expected}): it is damaged "
+            f"or was changed. {remedy}"
         )
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.arrays import from_arrays
+from quiverfl.data.sources.arrays import are_ids, from_arrays
 from quiverfl.data.sources.images import in_mode
 from quiverfl.data.sources.train_test import train_and_test
 from quiverfl.errors import QuiverError, nearest
@@ -35,8 +35,11 @@ def read_table(
     split: str | None = None,
     test_share: float = 0.2,
     classes: int | None = None,
+    inputs: str | None = None,
 ) -> Dataset:
     """`features`: the column or columns of the inputs (None: all that are left).
+
+    Whole numbers are numbers like any others (ages, counts) unless `inputs` is "ids".
 
     `owner` names the column that says whose row it is. `split` names a column with `train` or
     `test` in every row; without it a share of every owner's rows (of every class's, where there
@@ -46,7 +49,9 @@ def read_table(
     for column in (label, owner, split):
         if column is not None:
             _check_column(path, table, column)
-    x = _inputs(path, table, _feature_columns(path, table, features, {label, owner, split}))
+    ids = are_ids(inputs, unless_said=False)
+    columns = _feature_columns(path, table, features, {label, owner, split})
+    x = _inputs(path, table, columns, ids)
     y = _column(path, table, label)
     owners = None if owner is None else _column(path, table, owner)
     if split is None:
@@ -55,7 +60,7 @@ def read_table(
         train, test = _by_column(path, table, split)
     pairs = (x[train], y[train]), (x[test], y[test])
     whose = None if owners is None else (owners[train], owners[test])
-    return from_arrays(path.stem, str(path), *pairs, whose, classes)
+    return from_arrays(path.stem, str(path), *pairs, whose, classes, ids)
 
 
 def _load(path: Path) -> pd.DataFrame:
@@ -110,23 +115,28 @@ def _column(path: Path, table: pd.DataFrame, column: str) -> Values:
     return array.astype(np.str_) if array.dtype == object else array
 
 
-def _inputs(path: Path, table: pd.DataFrame, columns: list[str]) -> Values:
+def _inputs(path: Path, table: pd.DataFrame, columns: list[str], ids: bool) -> Values:
     if len(columns) > 1:
-        return np.stack([_numbers(path, table, column) for column in columns], axis=1)
+        return np.stack([_numbers(path, table, column, ids) for column in columns], axis=1)
     first = table[columns[0]].iloc[0]
     if isinstance(first, dict | bytes):
         return _images(path, table, columns[0])
     if isinstance(first, list | np.ndarray):
         return _lists(path, table, columns[0])
-    return _numbers(path, table, columns[0])[:, None]
+    return _numbers(path, table, columns[0], ids)[:, None]
 
 
-def _numbers(path: Path, table: pd.DataFrame, column: str) -> Values:
+def _numbers(path: Path, table: pd.DataFrame, column: str, ids: bool) -> Values:
     values = _column(path, table, column)
     if not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
         raise QuiverError(
             f"{path}, column {column!r} holds {values.dtype}, not numbers: name the columns of the "
             "inputs with data.options.features."
+        )
+    if ids and not np.issubdtype(values.dtype, np.integer):
+        raise QuiverError(
+            f"{path}, column {column!r} holds {values.dtype}, not whole numbers: name the columns "
+            "of the ids with data.options.features, or leave out data.options.inputs = 'ids'."
         )
     return values
 
