@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,11 @@ def read_table(
     test_share: float = 0.2,
     classes: int | None = None,
     inputs: str | None = None,
+    exclude: str | Sequence[str] = (),
 ) -> Dataset:
-    """`features`: the column or columns of the inputs (None: all that are left).
+    """`features`: the column or columns of the inputs (None: all that are left) but for `exclude`.
+
+    In both, `px*` means all columns whose names begin with px.
 
     Whole numbers are numbers like any others (ages, counts) unless `inputs` is "ids".
 
@@ -50,7 +54,7 @@ def read_table(
         if column is not None:
             _check_column(path, table, column)
     ids = are_ids(inputs, unless_said=False)
-    columns = _feature_columns(path, table, features, {label, owner, split})
+    columns = _feature_columns(path, table, features, exclude, {label, owner, split})
     x = _inputs(path, table, columns, ids)
     y = _column(path, table, label)
     owners = None if owner is None else _column(path, table, owner)
@@ -81,6 +85,7 @@ def _load(path: Path) -> pd.DataFrame:
         raise QuiverError(f"{path} is not a readable table ({error}).") from error
     if table.empty:
         raise QuiverError(f"{path} has no rows.")
+    table.columns = table.columns.map(str)
     return table
 
 
@@ -93,17 +98,36 @@ def _feature_columns(
     path: Path,
     table: pd.DataFrame,
     features: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
     taken: set[str | None],
 ) -> list[str]:
-    if features is None:
-        columns = [str(column) for column in table.columns if column not in taken]
-    else:
-        columns = [features] if isinstance(features, str) else list(features)
-    for column in columns:
-        _check_column(path, table, column)
+    free = [column for column in table.columns if column not in taken]
+    chosen = free if features is None else _named(path, table, features, free, "features")
+    left_out = _named(path, table, exclude, free, "exclude")
+    columns = [column for column in chosen if column not in left_out]
     if not columns:
         raise QuiverError(f"{path} has no column left for the inputs: set data.options.features.")
     return columns
+
+
+def _named(
+    path: Path, table: pd.DataFrame, names: str | Sequence[str], free: list[str], option: str
+) -> list[str]:
+    """The columns that names and patterns mean, each once; a pattern means free columns only."""
+    found: list[str] = []
+    for name in [names] if isinstance(names, str) else names:
+        if name in table.columns or not any(letter in name for letter in "*?["):
+            _check_column(path, table, name)
+            found.append(name)
+            continue
+        matching = [column for column in free if fnmatchcase(column, name)]
+        if not matching:
+            raise QuiverError(
+                f"{path}: no column matches {name!r} of data.options.{option}; it has "
+                f"{', '.join(table.columns)}."
+            )
+        found += matching
+    return list(dict.fromkeys(found))
 
 
 def _column(path: Path, table: pd.DataFrame, column: str) -> Values:
@@ -131,7 +155,7 @@ def _numbers(path: Path, table: pd.DataFrame, column: str, ids: bool) -> Values:
     if not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
         raise QuiverError(
             f"{path}, column {column!r} holds {values.dtype}, not numbers: name the columns of the "
-            "inputs with data.options.features."
+            "inputs with data.options.features, or leave this one out with data.options.exclude."
         )
     if ids and not np.issubdtype(values.dtype, np.integer):
         raise QuiverError(
