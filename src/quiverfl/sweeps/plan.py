@@ -21,13 +21,12 @@ A cell is the same cell wherever it comes from: sweeps that share a folder share
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quiverfl.config import UNSET, Config, parse, setting
+from quiverfl.config import UNSET, Config, parse, read_toml, setting
 from quiverfl.errors import QuiverError, nearest
 
 Tree = dict[str, Any]
@@ -92,7 +91,7 @@ class Choice:
 def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = None) -> Sweep:
     """Read and check the whole plan before anything runs; without a scale, as the file has it."""
     choice = choice or Choice()
-    tree = _read(path)
+    tree = read_toml(path, f"{path}: no such sweep file.")
     for key in tree:
         if key not in KNOWN:
             raise QuiverError(f"{path}: unknown key {key!r}; {nearest(key, KNOWN)}")
@@ -111,21 +110,15 @@ def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = Non
     return Sweep(path.stem, tuple({(cell.label, cell.name): cell for cell in cells}.values()))
 
 
-def _read(path: Path) -> Tree:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise QuiverError(f"{path}: no such sweep file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuiverError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise QuiverError(f"{path}: not valid TOML: {error}") from error
-
-
 def _base(tree: Tree, path: Path) -> Tree:
     base = tree.get("base", {})
     if isinstance(base, str):
-        return _read(path.parent / base)
+        file = path.parent / base
+        return read_toml(
+            file,
+            f"{path}: base = {base!r}: there is no such file: {file}. It is the configuration that "
+            "the sweep starts from; its path is relative to the sweep's file.",
+        )
     if not isinstance(base, dict):
         raise QuiverError(f"{path}: base = {base!r}: name a configuration file, or write [base.…].")
     return base
