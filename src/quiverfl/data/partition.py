@@ -17,7 +17,6 @@ import numpy.typing as npt
 from quiverfl.data import partitioners
 from quiverfl.data.dataset import Dataset, Integers
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.references import check_options
 from quiverfl.seeds import stream
 
 PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
@@ -121,9 +120,15 @@ def partition_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a partition with their defaults filled in; an unknown one is refused."""
     if name not in PARTITIONS:
         raise QuiverError(f"unknown partition {name!r}; {nearest(name, PARTITIONS)}")
-    check_options(f"partition {name!r}", PARTITIONS[name], options, given=GIVEN)
     parameters = inspect.signature(PARTITIONS[name]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name not in GIVEN}
+    for option in options:
+        if option not in defaults:
+            known = nearest(option, defaults) if defaults else "it has no options."
+            raise QuiverError(
+                f"partition {name!r} has no option {option!r}; {known} Leave it out (`--set "
+                f'data.{option}=`; in a case of a sweep: without = ["data.{option}"]).'
+            )
     return defaults | dict(options)
 
 
