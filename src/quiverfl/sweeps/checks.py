@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from quiverfl.config import Config
 from quiverfl.data.dataset import Dataset
@@ -33,15 +32,19 @@ def check_cells(cells: Sequence[Cell]) -> Reasons:
     absent: Reasons = {}
     shelf = DataShelf()
     for alike in _grouped(cells, _data_and_model):
+        clients = alike[0].config.data.clients
         dataset, reason = _data(alike[0].config, shelf)
         if reason:
             absent.setdefault(reason, []).extend(alike)
-        made: Experiment | None = None
         for same in _grouped(alike, _method_and_graph):
+            config = same[0].config
             try:
-                check_alone(same[0].config)
+                check_alone(config, clients)
                 if dataset is not None:
-                    made = _together(same[0].config, dataset, made)
+                    experiment = Experiment.of(config, dataset)
+                    experiment.check()
+                    # The partition and the model are good, so for the others too.
+                    clients, dataset = experiment.data.clients, None
             except QuiverError as error:
                 mistakes.setdefault(str(error), []).extend(same)
             except Exception:
@@ -52,27 +55,15 @@ def check_cells(cells: Sequence[Cell]) -> Reasons:
     return absent
 
 
-def check_alone(config: Config) -> None:
+def check_alone(config: Config, clients: int | None) -> None:
     """What the configuration alone shows, wherever the data is."""
     data = config.data
     check_source(data.name, data.options)
     partition_options(data.partition, data.partition_options())
     check_model(config.model.name, config.model.options())
     method = make_method(config)
-    if data.clients is not None:
-        checked(method, topology_for(config, method, data.clients)(0))
-
-
-def _together(config: Config, dataset: Dataset, made: Experiment | None) -> Experiment:
-    """The whole experiment; the partition and the model of one with the same are taken over."""
-    if made is None:
-        experiment = Experiment.of(config, dataset)
-    else:
-        method = make_method(config)
-        topology = topology_for(config, method, made.data.clients)
-        experiment = replace(made, config=config, method=method, topology=topology)
-    experiment.check()
-    return experiment
+    if clients is not None:
+        checked(method, topology_for(config, method, clients)(0))
 
 
 def _data(config: Config, shelf: DataShelf) -> tuple[Dataset | None, str]:
@@ -93,13 +84,14 @@ def _grouped(cells: Iterable[Cell], key: Callable[[Config], object]) -> list[lis
 
 
 def _data_and_model(config: Config) -> object:
-    return [config.data.model_dump(exclude={"seed"}), config.model.model_dump()]
+    run = config.run
+    epochs = [run.epochs_per_client, run.epoch_groups]
+    data = config.data.model_dump(exclude={"seed"})
+    return [data, config.model.model_dump(), epochs, run.device]
 
 
 def _method_and_graph(config: Config) -> object:
-    run = config.run
-    epochs = [run.epochs_per_client, run.epoch_groups]
-    return [config.method.model_dump(), config.topology.model_dump(), epochs, run.device]
+    return [config.method.model_dump(), config.topology.model_dump()]
 
 
 def _told(mistakes: Reasons, total: int) -> str:
