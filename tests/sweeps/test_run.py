@@ -257,7 +257,7 @@ def test_ctrl_c_ends_the_processes_and_leaves_cells_that_can_go_on(tmp_path: Pat
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"the same command goes on" in said
+    assert b"the same command resumes" in said
     assert not [child for child in children if child.is_running()]
     assert places.state(cell) == "begun"
     assert not places.failure(cell).exists()

@@ -59,7 +59,7 @@ def sweep(
     quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="The cells as JSON.")] = False,
 ) -> None:
-    """Run a grid of experiments; started again it goes on where it was.
+    """Run a grid of experiments; started again, it resumes.
 
     Finished cells are skipped, interrupted ones resumed, and a cell that fails stops no other.
     """
@@ -123,7 +123,7 @@ def carry_out(
         with overview(todo, seconds, quiet) as watcher:
             return run_cells(todo, places, jobs, watcher)
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command goes on from the checkpoints.")
+        Console(stderr=True).print("interrupted; the same command resumes from the checkpoints.")
         raise
 
 

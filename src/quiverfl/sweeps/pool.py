@@ -52,10 +52,10 @@ def pending(cells: Iterable[Cell], places: Places, retry: bool = False) -> list[
 
 
 def check_inputs(cells: Iterable[Cell], places: Places) -> None:
-    """Refuse to go on with cells whose data or code was changed since.
+    """Refuse to continue cells whose data or code was changed since.
 
-    One table would be made of two data sets. Where they cannot be had cells are let be: tables can
-    be made anywhere.
+    One table would be made of two data sets. Where they are missing, cells are not checked: tables
+    can be made anywhere.
     """
     shelf = DataShelf()
     for cell in cells:

@@ -125,10 +125,10 @@ def load_dataset(
     path: Path | str | None = None,
     **options: Any,
 ) -> Dataset:
-    """A data set by its name in SOURCES, or one's own by `module:function`.
+    """A data set by its name in SOURCES, or your own by `module:function`.
 
     Files are read once and kept as arrays in `cache` (the folder .quiver-cache of the root unless
-    given). `path` is where one's own folder, .npz or table lies.
+    given). `path` is where your own folder, .npz or table lies.
     """
     if is_reference(name):
         return _own_code(name, options if path is None else {"path": path, **options})

@@ -1,4 +1,4 @@
-"""One's own images: a folder per class, either below train/ and test/ or in one tree to split."""
+"""Your own images: a folder per class, either below train/ and test/ or in one tree to split."""
 
 from __future__ import annotations
 

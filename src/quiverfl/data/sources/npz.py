@@ -1,4 +1,4 @@
-"""One's own arrays in an .npz file.
+"""Your own arrays in an .npz file.
 
 Either the whole (`x`, `y`, perhaps `owner`), which is split, or both parts: `train_x`, `train_y`,
 `test_x`, `test_y`, perhaps `train_owner`, `test_owner`. `x_train` and so on are understood as well.

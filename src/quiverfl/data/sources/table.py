@@ -1,4 +1,4 @@
-"""One's own table: Parquet or CSV, one example per row, with a column that may say whose it is.
+"""Your own table: Parquet or CSV, one example per row, with a column that may say whose it is.
 
 Inputs are numbers in columns, lists in one column, or images as the Hugging Face hub stores them
 (a struct with the encoded `bytes`).
