@@ -184,9 +184,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run_too() -> None:
         ({"overrides": {"fedavgg": {}}}, r"overrides.fedavgg.*did you mean 'fedavg'"),
         ({"overrides": {"fedavg": {"training": {"lrr": 1}}}}, r"training.lrr; did you mean 'lr'"),
         ({"data": 3}, r"data must be a section"),
-        ({"run": {"rounds": True}}, r"run.rounds = true: .*not true or false.*such as 20"),
-        ({"training": {"lr": False}}, r"training.lr = false: .*not true or false"),
-        ({"data": {"validation": True}}, r"data.validation = true: .*not true or false\."),
+        ({"run": {"rounds": True}}, r"run.rounds = true: .*cannot be true or false.*such as 20"),
+        ({"training": {"lr": False}}, r"training.lr = false: .*cannot be true or false"),
+        ({"data": {"validation": True}}, r"data.validation = true: .*cannot be true or false\."),
         (
             {"training": {"batch_size": "al"}},
             r"training.batch_size = 'al': .*at least 1, or \"all\"",

@@ -295,7 +295,7 @@ def _refuse_truth(key: str, value: bool, field: FieldInfo) -> None:
     """Python takes true for 1, so that a slip would become one round, or a rate of 1."""
     if field.annotation is not bool:
         example = "" if field.default is None else f"; write a value such as {field.default}"
-        raise QuiverError(f"{key} = {str(value).lower()}: it is not true or false{example}.")
+        raise QuiverError(f"{key} = {str(value).lower()}: it cannot be true or false{example}.")
 
 
 def _method(name: str, source: str) -> Callable[..., Method]:
