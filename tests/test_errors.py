@@ -184,6 +184,17 @@ def test_a_loss_that_is_not_a_number_stops_the_run_too() -> None:
         ({"overrides": {"fedavgg": {}}}, r"overrides.fedavgg.*did you mean 'fedavg'"),
         ({"overrides": {"fedavg": {"training": {"lrr": 1}}}}, r"training.lrr; did you mean 'lr'"),
         ({"data": 3}, r"data must be a section"),
+        ({"run": {"rounds": True}}, r"run.rounds = true: .*cannot be true or false.*such as 20"),
+        ({"training": {"lr": False}}, r"training.lr = false: .*cannot be true or false"),
+        ({"data": {"validation": True}}, r"data.validation = true: .*cannot be true or false\."),
+        (
+            {"training": {"batch_size": "al"}},
+            r"training.batch_size = 'al': .*at least 1, or \"all\"",
+        ),
+        ({"training": {"batch_size": 0}}, r"training.batch_size = 0: .*at least 1, or \"all\""),
+        ({"training": {"batch_size": 2.5}}, r"training.batch_size = 2.5: .*or \"all\""),
+        ({"run": {"rounds": -1}}, r"run.rounds = -1: input should be greater"),
+        ({"run": {"executor": "fast"}}, r"run.executor = 'fast'"),
     ],
 )
 def test_a_configuration_with_a_mistake(tree: dict[str, Any], message: str) -> None:
@@ -202,6 +213,30 @@ def test_a_configuration_file_that_is_none(tmp_path: Path) -> None:
         load_config(tmp_path / "fine.toml", ["training.lr"])
     with pytest.raises(qv.QuiverError, match=r"unknown key training.lrr"):
         load_config(tmp_path / "fine.toml", ["training.lrr=1"])
+
+
+def test_a_file_as_windows_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xef\xbb\xbf[run]\r\nrounds = 7\r\n")
+    assert load_config(path).run.rounds == 7
+    path.write_bytes("[run]\nrounds = 7\n# über\n".encode("cp1252"))
+    with pytest.raises(qv.QuiverError, match=r"mine.toml: .*line 3 is not UTF-8.*save it as UTF-8"):
+        load_config(path)
+    path.write_text("[run]\nrounds = 7\n# über\n", encoding="utf-8")
+    assert load_config(path).run.rounds == 7
+
+
+def test_one_personal_part_may_be_written_without_brackets() -> None:
+    written = parse({"model": {"personal": "head"}})
+    assert written.model.personal == ("head",)
+    assert written.identity() == parse({"model": {"personal": ["head"]}}).identity()
+
+
+def test_what_is_known_is_said_in_the_same_words() -> None:
+    with pytest.raises(qv.QuiverError, match=r"unknown section \[xyz\]; known are data, method"):
+        parse({"xyz": {}})
+    with pytest.raises(qv.QuiverError, match=r"\[dat\]; did you mean 'data'\? Known are data, "):
+        parse({"dat": {}})
 
 
 def test_the_slips_of_a_first_try() -> None:

@@ -2,9 +2,9 @@
 
 from quiverfl.data.batches import batch_order
 from quiverfl.data.federated import FederatedData
-from quiverfl.engine.simulation_run import ClientState, Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import simulate
+from quiverfl.engine.simulation_run import ClientState, Run
 from quiverfl.errors import Diverged, Interrupted, QuiverError
 from quiverfl.memory import keep_freed_memory
 from quiverfl.methods import (

@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.experiment_keys import digest, experiment_settings, run_settings
@@ -71,6 +79,12 @@ class ModelConfig(Section):
     name: str = "mlp"
     personal: tuple[str, ...] = ("head",)
 
+    @field_validator("personal", mode="before")
+    @classmethod
+    def _one_name(cls, value: object) -> object:
+        """One name may stand without brackets, as in Python."""
+        return (value,) if isinstance(value, str) else value
+
     def options(self) -> Options:
         return dict(self.model_extra or {})
 
@@ -106,6 +120,15 @@ class TrainingConfig(Section):
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _some_or_all(cls, value: object) -> object:
+        if value == "all" or (isinstance(value, int) and value >= 1):
+            return value
+        raise ValueError(
+            'it must be a whole number of at least 1, or "all" for the whole local set in one batch'
+        )
 
     def training(self) -> Training:
         values = self.model_dump()
@@ -173,18 +196,31 @@ class Config(Section):
 def load_config(path: Path, values: Iterable[str] = ()) -> Config:
     """Read a TOML file; `values` are `section.key=value` texts that win over it."""
     values = list(values)
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise QuiverError(f"{path}: no such configuration file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuiverError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise QuiverError(f"{path}: not valid TOML: {error}") from error
+    tree = read_toml(path, f"{path}: no such configuration file.")
     for text in values:
         _set(tree, *setting(text))
     tree.pop("peers", None)  # what real peers do with the same file can be simulated first
     return parse(tree, f"{path} and --set" if values else str(path))
+
+
+def read_toml(path: Path, missing: str) -> dict[str, Any]:
+    """What a TOML file says; `missing` is the error if there is none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise QuiverError(missing) from None
+    except OSError as error:
+        raise QuiverError(f"{path}: cannot be read: {error.strerror}.") from error
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))  # editors on Windows write a mark first
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise QuiverError(
+            f"{path}: cannot be read: line {line} is not UTF-8 (byte {content[error.start]:#04x}); "
+            "save it as UTF-8."
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise QuiverError(f"{path}: not valid TOML: {error}") from error
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -203,9 +239,9 @@ def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise QuiverError(
-            f"{source}: {key} = {first['input']!r}: {first['msg'].lower()}."
-        ) from error
+        own = first.get("ctx", {}).get("error")  # what a validator of ours said
+        reason = first["msg"].lower() if own is None else str(own)
+        raise QuiverError(f"{source}: {key} = {first['input']!r}: {reason}.") from error
     config.training.training()
     return config
 
@@ -246,9 +282,18 @@ def _refuse_unknown_keys(
         return  # its options are checked against the topology's own
     elif kind.model_config.get("extra") == "allow":
         return  # a model's options are checked against the model's own
-    for key in values:
+    for key, value in values.items():
         if key not in known:
             raise QuiverError(f"{source}: unknown key {section}.{key}; {nearest(key, known)}")
+        if isinstance(value, bool) and key in kind.model_fields:
+            _refuse_truth(f"{source}: {section}.{key}", value, kind.model_fields[key])
+
+
+def _refuse_truth(key: str, value: bool, field: FieldInfo) -> None:
+    """Python takes true for 1, so that a slip would become one round, or a rate of 1."""
+    if field.annotation is not bool:
+        example = "" if field.default is None else f"; write a value such as {field.default}"
+        raise QuiverError(f"{key} = {str(value).lower()}: it cannot be true or false{example}.")
 
 
 def _check_topology(name: str, source: str) -> None:

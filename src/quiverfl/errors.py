@@ -35,8 +35,11 @@ class Diverged(QuiverError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean …?` for an unknown word, with everything known behind it."""
+    """`did you mean …?` for an unknown word, with everything known behind it.
+
+    It continues a sentence, after a semicolon or a colon.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    return f"{guess}Known: {', '.join(names)}."
+    guess = f"did you mean {close[0]!r}? Known" if close else "known"
+    return f"{guess} are {', '.join(names)}."

@@ -19,9 +19,9 @@ from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import Recorder
-from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import simulate
+from quiverfl.engine.simulation_run import Run
 from quiverfl.errors import QuiverError
 from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method

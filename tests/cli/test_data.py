@@ -108,6 +108,39 @@ def test_show_as_json() -> None:
     assert facts["heterogeneity"] == shares.heterogeneity()
 
 
+def test_show_says_whose_the_clients_are(tmp_path: Path) -> None:
+    owner = np.array(["hosp-3", "hosp-7"] * 10)
+    x = np.random.default_rng(0).normal(size=(20, 2))
+    np.savez(tmp_path / "notes.npz", x=x, y=np.arange(20) // 2 % 2, owner=owner)
+    arguments = ["--data", "npz", "--partition", "natural", "--root", str(tmp_path)]
+    arguments += ["--option", f"path={tmp_path / 'notes.npz'}"]
+    shown = call("partition", "show", *arguments).stdout.splitlines()
+    assert [line.split()[-1] for line in shown[-2:]] == ["hosp-3", "hosp-7"]
+    facts = json.loads(call("partition", "show", *arguments, "--json").stdout)
+    assert facts["names"] == ["hosp-3", "hosp-7"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "words"),
+    [
+        (np.int64, [], "inputs             ids (int64), shape 3, kept as they are"),
+        (np.float64, [], "inputs             numbers (float32), shape 3, standardised per channel"),
+        (np.int64, ["inputs=numbers"], "all are whole numbers: if they are ids"),
+    ],
+)
+def test_show_says_what_the_inputs_are_taken_for(
+    dtype: type, options: list[str], words: str, tmp_path: Path
+) -> None:
+    x = np.random.default_rng(0).normal(0, 100, size=(20, 3)).astype(dtype)
+    np.savez(tmp_path / "words.npz", x=x, y=np.arange(20) % 2)
+    arguments = ["--data", "npz", "--partition", "iid", "--clients", "2", "--root", str(tmp_path)]
+    for option in [f"path={tmp_path / 'words.npz'}", *options]:
+        arguments += ["--option", option]
+    shown = call("partition", "show", *arguments).stdout
+    assert words in shown
+    assert ("data.options.inputs" in shown) == bool(options)
+
+
 def test_show_takes_options_of_the_source() -> None:
     options = ["--option", "classes=60", "--option", "shape=[4]", "--option", "train=120"]
     shown = call(

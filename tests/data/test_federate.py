@@ -128,6 +128,7 @@ def test_ones_own_augmentation(pictures: Dataset) -> None:
         ({"train_x": np.zeros((60, 4), np.uint8)}, "must be images"),
         ({"test_x": np.zeros((30, 3, 5, 5), np.uint8)}, "they must be the same"),
         ({"train_owner": np.zeros(3, int)}, "3 owners for 60 examples"),
+        ({"train_owner": np.full(60, 2), "owner_names": ("a", "b")}, "owner 2 has no name"),
     ],
 )
 def test_a_dataset_is_checked(pictures: Dataset, change: dict[str, object], message: str) -> None:

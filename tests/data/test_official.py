@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import pickle
 from pathlib import Path
@@ -22,7 +23,7 @@ from data_files import (
     write_pickle,
     write_tiny_imagenet,
 )
-from quiverfl.data.sources import load_dataset
+from quiverfl.data.sources import idx, load_dataset
 from quiverfl.data.sources.safe_pickle import load_pickle
 from quiverfl.errors import QuiverError
 
@@ -206,6 +207,26 @@ def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(QuiverError, match=r"train-images-idx3-ubyte.gz has the wrong checksum"):
         load_dataset("mnist", tmp_path)
     assert nothing_left(tmp_path)
+
+
+def test_what_is_packed_counts_and_not_how_it_was_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian ships Fashion-MNIST compressed by another program: other files, the same bytes."""
+    folder = tmp_path / "fashion-mnist"
+    _, y = write_idx(folder, packed=True)
+    published = {}
+    for path in folder.iterdir():
+        content = gzip.decompress(path.read_bytes())
+        published[path.stem] = hashlib.md5(content).hexdigest()
+        path.write_bytes(gzip.compress(content, compresslevel=1, mtime=1))
+    monkeypatch.setattr(idx, "FASHION_MNIST_UNPACKED", published)
+    assert np.array_equal(load_dataset("fashion_mnist", tmp_path).test_y, y[12:])
+    labels = folder / "train-labels-idx1-ubyte.gz"
+    changed = gzip.decompress(labels.read_bytes())[:-1] + b"\x00"
+    labels.write_bytes(gzip.compress(changed))
+    with pytest.raises(QuiverError, match=r"train-labels-idx1.*md5 of the unpacked file"):
+        load_dataset("fashion_mnist", tmp_path)
 
 
 def test_idx_labels_must_fit(tmp_path: Path) -> None:

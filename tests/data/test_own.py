@@ -235,6 +235,36 @@ def test_a_table_with_a_split_column_and_chosen_features(tmp_path: Path) -> None
     assert data.train_owner is None
 
 
+def wide(**more: Any) -> pd.DataFrame:
+    pixels = {f"px{i}": np.arange(6.0) + i for i in range(12)}
+    return pd.DataFrame(pixels | {"label": [0, 1] * 3, "row": np.arange(6), "note": "x"} | more)
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ({"features": ["px*"]}, [f"px{i}" for i in range(12)]),
+        ({"features": "px?"}, [f"px{i}" for i in range(10)]),
+        ({"features": ["px1", "px*"]}, ["px1", "px0", *(f"px{i}" for i in range(2, 12))]),
+        ({"exclude": ["row", "note"]}, [f"px{i}" for i in range(12)]),
+        ({"exclude": "*o*"}, [f"px{i}" for i in range(12)]),
+        ({"features": ["*"], "exclude": ["note", "px*"]}, ["row"]),
+    ],
+)
+def test_columns_by_pattern(options: dict[str, Any], columns: list[str], tmp_path: Path) -> None:
+    """What is the label, the owner or the split is never meant by a pattern."""
+    path = tmp_path / "wide.csv"
+    wide().to_csv(path, index=False)
+    data = own("table", path, test_share=0.0, **options)
+    assert np.array_equal(data.train_x, wide()[columns].to_numpy(np.float32))
+
+
+def test_a_column_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    path = tmp_path / "wide.parquet"
+    wide(**{"px[0]": 7.0}).to_parquet(path)
+    assert (own("table", path, test_share=0.0, features=["px[0]"]).train_x == 7).all()
+
+
 def test_a_table_with_lists(tmp_path: Path) -> None:
     path = tmp_path / "lists.parquet"
     nested = [[[i, i + 1], [i + 2, i + 3]] for i in range(4)]
@@ -271,7 +301,10 @@ def test_a_table_with_images_as_the_hub_stores_them(tmp_path: Path) -> None:
         (table(), {"label": "lable"}, "no column 'lable'; did you mean 'label'"),
         (table(), {"owner": "whose"}, "no column 'whose'"),
         (table(), {"split": "label"}, "row 0: 'a' is neither 'train' nor 'test'"),
-        (table(note="x"), {}, "column 'note' holds .*data.options.features"),
+        (table(note="x"), {}, "column 'note' holds .*data.options.features.*data.options.exclude"),
+        (table(), {"features": ["px*"]}, r"no column matches 'px\*' of data.options.features"),
+        (table(), {"exclude": ["hight"]}, "no column 'hight'; did you mean 'height'"),
+        (table(), {"exclude": ["*"]}, "no column left"),
         (table(label=["a", None] * 3), {}, "column 'label', row 1: there is no value"),
         (table(height=[1.0, None] * 3), {}, "column 'height', row 1: there is no value"),
         (table()[:0], {}, "has no rows"),

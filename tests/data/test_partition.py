@@ -290,7 +290,7 @@ def test_natural_with_fewer_clients_and_samples() -> None:
         ("dirichlet", 10, {"samples_per_client": 11}, "needs 110 training examples"),
         ("dirichlet", 10, {"alpha": 0.0}, "data.alpha = 0.0"),
         ("dirichlet", 10, {"alpha": float("nan")}, "data.alpha = nan"),
-        ("dirichlet", 10, {"beta": 1.0}, "no option 'beta'.*Known: alpha"),
+        ("dirichlet", 10, {"beta": 1.0}, "no option 'beta'.*nown are alpha"),
         ("dirichlet_by_class", 20, {"min_samples": 6}, "5 training examples each on average"),
         ("dirichlet_by_class", 20, {"min_samples": 0}, "at least 1"),
         ("natural", 2, {}, "does not"),

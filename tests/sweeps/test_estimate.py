@@ -103,7 +103,8 @@ def test_a_trial_is_scaled_to_the_work_it_stands_for(
 def test_what_cannot_be_tried_is_unknown_and_no_error(tmp_path: Path) -> None:
     cell = Cell(config(model={"wrong": 1}))
     found = estimate([cell], Places(tmp_path))
-    assert found == Estimate({cell.name: None}, trials=1, measured=0)
+    assert found == Estimate({cell.name: None}, trials=1, measured=0, reason=found.reason)
+    assert "no option 'wrong'" in found.reason
     assert found.unknown == 1
     assert found.total(jobs=2) == 0.0
 

@@ -151,7 +151,7 @@ def test_a_cell_has_the_same_name_in_every_sweep_that_has_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('base = "nowhere.toml"', "nowhere.toml: no such sweep file"),
+        ('base = "nowhere.toml"', "plan.toml: base = 'nowhere.toml': there is no such file"),
         ("base = 3", "base = 3: name a configuration file"),
         ("sedes = [1]", "unknown key 'sedes'; did you mean 'seeds'?"),
         ("seeds = 1", "run.seed = 1: a grid needs a list"),
@@ -239,6 +239,12 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(QuiverError, match=r"plan\.toml: cannot be read"):
         load_sweep(tmp_path / "plan.toml")
+
+
+def test_a_sweep_and_its_base_as_windows_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_bytes(b"\xef\xbb\xbf[run]\r\nrounds = 7\r\n")
+    (tmp_path / "plan.toml").write_bytes(b'\xef\xbb\xbfbase = "base.toml"\r\n')
+    assert values(load_sweep(tmp_path / "plan.toml"), "run.rounds") == [(7,)]
 
 
 def test_an_override_may_name_the_options_of_its_own_method_only() -> None:

@@ -166,14 +166,13 @@ def test_the_command_says_what_is_missing_and_with_which_code(
     ended: tuple[Sweep, Places, Told],
 ) -> None:
     _, places, _ = ended
-    options = ["--out", str(places.root), "--dry-run", "--no-estimate", "--json"]
-    result = CliRunner().invoke(app, ["sweep", "plan.toml", *options])
+    some = ["sweep", "plan.toml", "--out", str(places.root), "--cases", "diverging; good"]
+    result = CliRunner().invoke(app, [*some, "--dry-run", "--no-estimate", "--json"])
     assert result.exit_code == 0
     rows = {row["case"]: row for row in json.loads(result.stdout)}
-    assert [row["state"] for row in rows.values()] == ["new"] * 3 + ["diverged", "finished"]
-    assert "no option 'wrong'" in rows["refused"]["error"]
+    assert [row["state"] for row in rows.values()] == ["diverged", "finished"]
+    assert "training diverged" in rows["diverging"]["error"]
     assert Path(rows["good"]["folder"], "summary.json").is_file()
-    some = ["sweep", "plan.toml", "--out", str(places.root), "--cases", "diverging; good"]
     result = CliRunner().invoke(app, some)
     assert result.exit_code == 3, result.output
     assert "2 cells, 2 of them done before" in result.output
@@ -212,7 +211,8 @@ def test_where_there_is_no_data_at_all_one_line_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
     planned = CliRunner().invoke(app, [*words, "--dry-run"])
     assert planned.exit_code == 0
-    assert "could not be estimated" in planned.output
+    assert "2 of them cannot run yet: cifar10 is not there" in planned.output
+    assert "could not be estimated." in planned.output
 
 
 def test_what_diverged_is_in_the_report_and_said_to_have(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_the_processes_and_leaves_cells_that_can_go_on(tmp_path: Pat
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"the same command goes on" in said
+    assert b"the same command resumes" in said
     assert not [child for child in children if child.is_running()]
     assert places.state(cell) == "begun"
     assert not places.failure(cell).exists()

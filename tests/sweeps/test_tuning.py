@@ -75,24 +75,52 @@ def test_without_a_score_nothing_is_recommended(tmp_path: Path) -> None:
     assert as_overrides([found]) == ""
 
 
-def test_tries_that_cannot_run_are_told_from_those_that_diverge(tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text(
-        """
-        [base.data]
-        validation = 0.2
-        clients = 2
-        [base.model]
-        name = "nowhere:net"
-        [grid]
-        training.lr = [0.1, 0.2]
-        """
-    )
+CANNOT_RUN = """
+[base.data]
+validation = 0.2
+clients = 2
+[base.model]
+name = "failing_nets:Net"
+[grid]
+training.lr = [0.1, 0.2]
+"""
+FAILING = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(64, classes)
+
+    def forward(self, x):
+        if len(x) > 1:
+            raise RuntimeError("more than one at a time")
+        return self.head(self.body(x).flatten(1))
+"""
+
+
+def test_tries_with_a_mistake_are_refused_before_the_first(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(CANNOT_RUN.replace("failing_nets:Net", "nowhere:net"))
+    words = ["tune", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "runs"), "-q"]
+    result = CliRunner().invoke(app, words)
+    assert "2 of 2 cells cannot run" in str(result.exception)
+    assert "no module 'nowhere'" in str(result.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_tries_that_cannot_run_are_told_from_those_that_diverge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This model takes the one example that is tried before, and fails on a batch."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "failing_nets.py").write_text(FAILING)
+    (tmp_path / "plan.toml").write_text(CANNOT_RUN)
     words = ["tune", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "runs"), "-q"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert "none has a score" in result.output
     assert "[overrides" not in result.output
-    assert "no module 'nowhere'" in result.output
+    assert "more than one at a time" in result.output
     rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert [one["mean"] for one in rows[0]["tries"]] == [None, None]
 

@@ -46,6 +46,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SHADES = " ░▒▓█"
 SHOWN_CLIENTS = 20
 SHOWN_CLASSES = 50
+TOLD = ("npz", "table")
+"""Sources with an option that says what the inputs are."""
 
 
 @app.callback()
@@ -145,10 +147,11 @@ def show(
             )
         except (OSError, ValueError) as error:
             raise QuiverError(f"--picture {picture}: cannot be written: {error}") from error
+    inputs = _inputs(dataset, data)
     if as_json:
-        typer.echo(json.dumps(_facts(shares, title), indent=2))
+        typer.echo(json.dumps({**_facts(shares, title), "inputs": inputs}, indent=2))
     else:
-        _print_partition(shares, dataset, title)
+        _print_partition(shares, dataset, title, inputs)
     if picture is not None:
         typer.echo(f"picture: {picture}", err=as_json)
 
@@ -199,6 +202,7 @@ def _facts(shares: Partition, title: str) -> dict[str, Any]:
     return {
         "partition": title,
         "clients": shares.clients,
+        "names": list(shares.names),
         "heterogeneity": shares.heterogeneity(),
         "train_sizes": shares.train_counts.sum(axis=1).tolist(),
         "test_sizes": shares.test_counts.sum(axis=1).tolist(),
@@ -209,11 +213,12 @@ def _facts(shares: Partition, title: str) -> dict[str, Any]:
     }
 
 
-def _print_partition(shares: Partition, dataset: Dataset, title: str) -> None:
+def _print_partition(shares: Partition, dataset: Dataset, title: str, inputs: str) -> None:
     counts = shares.train_counts
     used, total = int(counts.sum()), len(dataset.train_y)
     test = "held-out training" if shares.held_out else "test"
     typer.echo(title)
+    typer.echo(f"inputs             {inputs}")
     typer.echo(f"training examples  {_spread(counts.sum(axis=1))}; {used:,} of {total:,} used")
     typer.echo(f"{test + ' examples':<18} {_spread(shares.test_counts.sum(axis=1))}")
     typer.echo(f"labels per client  {_spread((counts > 0).sum(axis=1))} of {dataset.classes}")
@@ -224,13 +229,31 @@ def _print_partition(shares: Partition, dataset: Dataset, title: str) -> None:
     if dataset.classes > SHOWN_CLASSES:
         typer.echo(f"More than {SHOWN_CLASSES} classes: --json or --picture show who has which.")
         return
-    typer.echo("\nclient  size  test  labels  shares of the classes")
+    whose = "  whose" if shares.names else ""
+    width = max(2 * dataset.classes + 2, len("shares of the classes"))
+    typer.echo(f"\nclient  size  test  labels  {'shares of the classes':<{width}}{whose}".rstrip())
     for client in range(min(shares.clients, SHOWN_CLIENTS)):
         own = counts[client]
         sizes = f"{own.sum():>6}{shares.test_counts[client].sum():>6}{(own > 0).sum():>8}"
-        typer.echo(f"{client:>6}{sizes}  |{_shaded(own)}|")
+        name = f"  {shares.names[client]}" if shares.names else ""
+        bar = f"|{_shaded(own)}|"
+        typer.echo(f"{client:>6}{sizes}  {bar:<{width}}{name}".rstrip())
     if shares.clients > SHOWN_CLIENTS:
         typer.echo(f"… and {shares.clients - SHOWN_CLIENTS} more; --json or --picture show all.")
+
+
+def _inputs(dataset: Dataset, source: str) -> str:
+    """What the inputs are taken for, and what is done to them before they reach the model."""
+    x = dataset.train_x
+    shape = "×".join(str(side) for side in dataset.input_shape)
+    if dataset.is_ids:
+        return f"ids ({x.dtype}), shape {shape}, kept as they are"
+    kind = "images (bytes)" if x.dtype == np.uint8 else f"numbers ({x.dtype})"
+    done = "standardised per channel" if dataset.mean else "kept as they are"
+    words = f"{kind}, shape {shape}, {done}"
+    if source in TOLD and x.dtype != np.uint8 and (x == np.trunc(x)).all():
+        words += '; all are whole numbers: if they are ids, set data.options.inputs = "ids"'
+    return words
 
 
 def _shaded(own: Integers) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +14,10 @@ from rich.console import Console
 from quiverfl.cli.overview import describe, overview
 from quiverfl.errors import QuiverError
 from quiverfl.results import numbers
+from quiverfl.sweeps.checks import check_cells
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
-from quiverfl.sweeps.pool import Outcome, check_inputs, check_some_data, cores, pending, run_cells
+from quiverfl.sweeps.pool import Outcome, check_inputs, check_jobs, cores, pending, run_cells
 
 
 class Stage(enum.StrEnum):
@@ -58,7 +59,7 @@ def sweep(
     quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="The cells as JSON.")] = False,
 ) -> None:
-    """Run a grid of experiments; started again it goes on where it was.
+    """Run a grid of experiments; started again, it resumes.
 
     Finished cells are skipped, interrupted ones resumed, and a cell that fails stops no other.
     """
@@ -102,28 +103,37 @@ def carry_out(
     quiet: bool,
 ) -> list[Outcome]:
     """Say how much there is to do, do it, and show it meanwhile."""
+    check_jobs(jobs)
     check_inputs(cells, places)
     todo = pending(cells, places, retry)
-    if not dry_run:
-        check_some_data(todo)
+    absent = check_cells(todo)
+    if not dry_run and todo and sum(len(of) for of in absent.values()) == len(todo):
+        raise QuiverError("\n".join(absent))  # the same reasons once, not once per cell
     console = Console(stderr=True, highlight=False, quiet=quiet)
     names = {cell.name for cell in cells}
     console.print(f"{len(names)} cells, {len(names) - len(todo)} of them done before.")
+    for reason, of in absent.items():
+        console.print(f"{len(of)} of them cannot run yet: {reason}", markup=False, soft_wrap=True)
     seconds: dict[str, float | None] = {}
     if estimated and todo:
-        seconds = _estimate(todo, cells, places, jobs, console)
+        seconds = _estimate(todo, cells, places, jobs, console, absent)
     if dry_run or not todo:
         return []
     try:
         with overview(todo, seconds, quiet) as watcher:
             return run_cells(todo, places, jobs, watcher)
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command goes on from the checkpoints.")
+        Console(stderr=True).print("interrupted; the same command resumes from the checkpoints.")
         raise
 
 
 def _estimate(
-    todo: Sequence[Cell], cells: Sequence[Cell], places: Places, jobs: int, console: Console
+    todo: Sequence[Cell],
+    cells: Sequence[Cell],
+    places: Places,
+    jobs: int,
+    console: Console,
+    said: Container[str],
 ) -> dict[str, float | None]:
     from quiverfl.sweeps.estimate import estimate
 
@@ -132,12 +142,13 @@ def _estimate(
             todo,
             places,
             cells,
-            max(1, cores() // max(1, jobs)),
+            max(1, cores() // jobs),
             lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …"),
         )
     unknown = f"; {found.unknown} cells could not be estimated" if found.unknown else ""
     if found.unknown == len(todo):
-        console.print("How long it will take could not be estimated.")
+        reason = "" if found.reason in said else found.reason
+        console.print(f"How long it will take could not be estimated. {reason}".rstrip())
         return found.seconds
     console.print(
         f"about {numbers.duration(found.total(jobs))} with {jobs} at a time "

@@ -14,16 +14,20 @@ from quiverfl.errors import QuiverError
 
 Integers = npt.NDArray[np.int64]
 Inputs = npt.NDArray[Any]
-"""uint8 images [n, channels, height, width], or float32 of any shape [n, …]."""
+"""uint8 images [n, channels, height, width]; or numbers (float32) or ids (int32, int64) of any
+shape [n, …]."""
+IDS = (np.int32, np.int64)
+"""Kept as given: an embedding takes both."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Examples for training and testing, in the source's own order.
 
-    `mean` and `std` are per channel (axis 1), of inputs on the scale of [0, 1] where they are
-    bytes; both empty means that the inputs are used as they are. The owners, where given, are
-    numbers 0 … k - 1 that say whose example it is: what the `natural` partition follows.
+    Labels are 0 … classes - 1; their names are these numbers unless given. `mean` and `std` are
+    per channel (axis 1), of inputs on the scale of [0, 1] where they are bytes; both empty means
+    that the inputs are used as they are, and ids always are. The owners, where given, are numbers
+    0 … k - 1 that say whose example it is: what the `natural` partition follows.
     """
 
     name: str
@@ -32,7 +36,7 @@ class Dataset:
     test_x: Inputs
     test_y: Integers
     classes: int
-    class_names: tuple[str, ...]
+    class_names: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     train_owner: Integers | None = None
@@ -45,14 +49,28 @@ class Dataset:
         for part in ("train", "test"):
             x, y = getattr(self, f"{part}_x"), getattr(self, f"{part}_y")
             owner = getattr(self, f"{part}_owner")
-            _check_part(f"{self.name}, {part}", x, y, owner, self.classes)
+            _check_part(f"{self.name}, {part}", x, y, self.classes)
+            _check_owners(f"{self.name}, {part}", owner, len(y), len(self.owner_names))
         if not len(self.train_y):
             raise QuiverError(f"{self.name} holds no training examples.")
+        if len(self.test_y) and self.test_x.dtype != self.train_x.dtype:
+            raise QuiverError(
+                f"{self.name}: training inputs are {self.train_x.dtype}, test inputs "
+                f"{self.test_x.dtype}; they must be the same."
+            )
         if len(self.test_y) and self.test_x.shape[1:] != self.train_x.shape[1:]:
             raise QuiverError(
                 f"{self.name}: training inputs have the shape {self.train_x.shape[1:]}, "
                 f"test inputs {self.test_x.shape[1:]}; they must be the same."
             )
+        if self.is_ids and (self.mean or self.std):
+            raise QuiverError(
+                f"{self.name}: the inputs are {self.train_x.dtype}, and ids are not standardised: "
+                "leave mean and std out, or make the inputs float32 if they are numbers."
+            )
+        if not self.class_names:
+            names = tuple(str(label) for label in range(self.classes))
+            object.__setattr__(self, "class_names", names)
         if len(self.class_names) != self.classes:
             raise QuiverError(
                 f"{self.name}: {len(self.class_names)} class names for {self.classes} classes."
@@ -64,8 +82,13 @@ class Dataset:
         return tuple(int(side) for side in self.train_x.shape[1:])
 
     @property
+    def is_ids(self) -> bool:
+        """Whether the inputs are ids, such as those of words: whole numbers to be looked up."""
+        return self.train_x.dtype in IDS
+
+    @property
     def is_image(self) -> bool:
-        return len(self.input_shape) == 3
+        return len(self.input_shape) == 3 and not self.is_ids
 
     @cached_property
     def digest(self) -> str:
@@ -82,23 +105,33 @@ class Dataset:
         return found.hexdigest()
 
 
-def _check_part(where: str, x: Inputs, y: Integers, owner: Integers | None, classes: int) -> None:
+def _check_part(where: str, x: Inputs, y: Integers, classes: int) -> None:
     if len(x) != len(y):
         raise QuiverError(f"{where}: {len(x)} inputs but {len(y)} labels.")
-    if owner is not None and len(owner) != len(y):
-        raise QuiverError(f"{where}: {len(owner)} owners for {len(y)} examples.")
-    if x.dtype not in (np.uint8, np.float32):
-        raise QuiverError(f"{where}: inputs are {x.dtype}; use uint8 images or float32.")
+    if x.dtype not in (np.uint8, np.float32, *IDS):
+        raise QuiverError(
+            f"{where}: inputs are {x.dtype}; use uint8 images, float32 numbers, or int32 or int64 "
+            "ids."
+        )
     if x.dtype == np.uint8 and x.ndim != 4:
         raise QuiverError(
             f"{where}: inputs of type uint8 must be images [n, channels, height, width], not "
-            f"{list(x.shape)}; use float32 for anything else."
+            f"{list(x.shape)}; use float32 for numbers and int64 for ids."
         )
     if x.dtype == np.float32 and not np.isfinite(x).all():
         raise QuiverError(f"{where}: the inputs hold NaN or infinity; clean the data first.")
     if len(y) and not (y.min() >= 0 and y.max() < classes):
         value = int(y.min()) if y.min() < 0 else int(y.max())
         raise QuiverError(f"{where}: label {value} is out of range; labels are 0 … {classes - 1}.")
+
+
+def _check_owners(where: str, owner: Integers | None, examples: int, names: int) -> None:
+    if owner is None:
+        return
+    if len(owner) != examples:
+        raise QuiverError(f"{where}: {len(owner)} owners for {examples} examples.")
+    if names and owner.max(initial=0) >= names:
+        raise QuiverError(f"{where}: owner {owner.max()} has no name; there are {names} names.")
 
 
 def channel_statistics(x: Inputs) -> tuple[tuple[float, ...], tuple[float, ...]]:

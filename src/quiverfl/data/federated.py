@@ -60,13 +60,17 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class FederatedData:
-    """Training and test examples per client; how inputs are prepared and augmented."""
+    """Training and test examples per client; how inputs are prepared and augmented.
+
+    `names` says who the clients are, where that is known.
+    """
 
     train: Split
     test: Split
     classes: int | None = None
     prepare: Prepare | None = None
     augment: Augment | None = None
+    names: tuple[str, ...] = ()
     normalize: Prepare | None = None
     """What was done to the inputs before they came here: a model in use must do it, too."""
 
@@ -79,8 +83,9 @@ class FederatedData:
         classes: int | None = None,
         prepare: Prepare | None = None,
         augment: Augment | None = None,
+        names: Sequence[str] = (),
     ) -> FederatedData:
-        """One (inputs, targets) pair per client, numpy or torch."""
+        """One (inputs, targets) pair per client, numpy or torch; perhaps one name per client."""
         if len(train) != len(test):
             raise QuiverError(
                 f"train has {len(train)} clients and test has {len(test)}: give one (x, y) pair "
@@ -88,6 +93,8 @@ class FederatedData:
             )
         if not train:
             raise QuiverError("train is empty: give one (x, y) pair per client.")
+        if names and len(names) != len(train):
+            raise QuiverError(f"{len(names)} names for {len(train)} clients: give one each.")
         first, second = _end_to_end("train", train), _end_to_end("test", test)
         for client, size in enumerate(first.sizes):
             if size == 0:
@@ -95,7 +102,8 @@ class FederatedData:
                     f"client {client} has no training data: leave it out, or partition the data "
                     "so that every client gets some."
                 )
-        return cls(first, second, _classes(first, second, classes), prepare, augment)
+        found = _classes(first, second, classes)
+        return cls(first, second, found, prepare, augment, tuple(names))
 
     @property
     def clients(self) -> int:
@@ -103,7 +111,9 @@ class FederatedData:
 
     def only(self, clients: Sequence[int]) -> FederatedData:
         """The data of some clients, renumbered from 0: what one shard or one peer holds."""
-        return replace(self, train=self.train.only(clients), test=self.test.only(clients))
+        names = tuple(self.names[client] for client in clients) if self.names else ()
+        train, test = self.train.only(clients), self.test.only(clients)
+        return replace(self, train=train, test=test, names=names)
 
 
 def _end_to_end(name: str, pairs: Sequence[tuple[Any, Any]]) -> Split:
@@ -173,9 +183,10 @@ class Normalize:
 def federate(
     dataset: Dataset, partition: Partition, augment: str | Augment | None = None
 ) -> FederatedData:
-    """What each client holds: images stay bytes until they are used, floats are normalised now.
+    """What each client holds: images stay bytes until they are used, numbers are normalised now,
+    ids are never touched.
 
-    `augment` is a name in AUGMENTATIONS or one's own function, applied in training alone.
+    `augment` is a name in AUGMENTATIONS or your own function, applied in training alone.
     """
     channels = dataset.train_x.shape[1] if dataset.train_x.ndim > 1 else 1
     mean = dataset.mean or (0.0,) * channels
@@ -188,11 +199,11 @@ def federate(
     test = _split(test_x, test_y, partition.test)
     chosen = _augmentation(dataset, normalize, augment)
     if dataset.train_x.dtype == np.uint8:
-        return FederatedData(train, test, dataset.classes, normalize, chosen)
+        return FederatedData(train, test, dataset.classes, normalize, chosen, partition.names)
     if dataset.mean:
         train, test = (replace(part, x=normalize(part.x)) for part in (train, test))
-        return FederatedData(train, test, dataset.classes, None, chosen, normalize)
-    return FederatedData(train, test, dataset.classes, None, chosen)
+        return FederatedData(train, test, dataset.classes, None, chosen, partition.names, normalize)
+    return FederatedData(train, test, dataset.classes, None, chosen, partition.names)
 
 
 def _split(x: Inputs, y: Integers, shares: Sequence[Integers]) -> Split:

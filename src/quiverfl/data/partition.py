@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from quiverfl.data import partitioners
 from quiverfl.data.dataset import Dataset, Integers
 from quiverfl.errors import QuiverError, nearest
-from quiverfl.references import check_options
 from quiverfl.seeds import stream
 
 PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
@@ -34,7 +34,8 @@ class Partition:
     """Per client, the numbers of its training and test examples in the data set.
 
     With `held_out` the test examples are training examples of the data set that were set aside,
-    so `test` counts in its training part. Counts are [clients, classes].
+    so `test` counts in its training part. Counts are [clients, classes]. `names` are the owners
+    that the clients are, under `natural`; empty otherwise.
     """
 
     train: tuple[Integers, ...]
@@ -42,6 +43,7 @@ class Partition:
     train_counts: Integers
     test_counts: Integers
     held_out: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def clients(self) -> int:
@@ -56,9 +58,17 @@ class Partition:
         everyone = self.train_counts.sum(axis=0) / self.train_counts.sum()
         return float(0.5 * np.abs(own - everyone).sum(axis=1).mean())
 
-    def arrays(self) -> dict[str, Integers]:
-        """As flat arrays, for a file: client i has indices[offsets[i]:offsets[i + 1]]."""
-        arrays = {"train_counts": self.train_counts, "test_counts": self.test_counts}
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """As flat arrays, for a file: client i has indices[offsets[i]:offsets[i + 1]].
+
+        `names` is there only where clients have some, as it was in no file of earlier versions.
+        """
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "train_counts": self.train_counts,
+            "test_counts": self.test_counts,
+        }
+        if self.names:
+            arrays["names"] = np.array(self.names, dtype=np.str_)
         for part, shares in (("train", self.train), ("test", self.test)):
             arrays[f"{part}_indices"] = np.concatenate(shares).astype(np.int64)
             sizes = [0, *(len(share) for share in shares)]
@@ -86,8 +96,9 @@ def partition(
     """
     settings = partition_options(name, options)
     train = PARTITIONS[name](dataset, clients, samples_per_client, seed, **settings)
+    names = _owner_names(dataset, clients, seed) if name == "natural" else ()
     if validation is not None:
-        return _hold_out(dataset, train, validation, seed)
+        return replace(_hold_out(dataset, train, validation, seed), names=names)
     if test_per_client is not None and test_per_client < 1:
         raise QuiverError(f"data.test_per_client = {test_per_client}: it must be at least 1.")
     if name == "natural" and dataset.test_owner is not None:
@@ -96,16 +107,28 @@ def partition(
         test = _some_of_each(dataset, test, test_per_client, seed)
     else:
         test = _test_like_train(dataset, train, test_per_client, seed)
-    return _partition(dataset, train, test, held_out=False)
+    return replace(_partition(dataset, train, test, held_out=False), names=names)
+
+
+def _owner_names(dataset: Dataset, clients: int | None, seed: int) -> tuple[str, ...]:
+    """The names of the clients under `natural`; owners without names are called by their number."""
+    chosen = partitioners.owners(dataset, clients, seed).tolist()
+    return tuple(dataset.owner_names[i] if dataset.owner_names else str(i) for i in chosen)
 
 
 def partition_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a partition with their defaults filled in; an unknown one is refused."""
     if name not in PARTITIONS:
         raise QuiverError(f"unknown partition {name!r}; {nearest(name, PARTITIONS)}")
-    check_options(f"partition {name!r}", PARTITIONS[name], options, given=GIVEN)
     parameters = inspect.signature(PARTITIONS[name]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name not in GIVEN}
+    for option in options:
+        if option not in defaults:
+            known = nearest(option, defaults) if defaults else "it has no options."
+            raise QuiverError(
+                f"partition {name!r} has no option {option!r}; {known} Leave it out (`--set "
+                f'data.{option}=`; in a case of a sweep: without = ["data.{option}"]).'
+            )
     return defaults | dict(options)
 
 

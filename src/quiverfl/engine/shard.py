@@ -14,12 +14,12 @@ from torch import Tensor
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.context import Group, PhaseContext, Place
-from quiverfl.engine.optimizer import Buffers
 from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.fit import check_phases, gradients_without_rate
 from quiverfl.engine.local_models import LocalModels
 from quiverfl.engine.once import OnceSteps
+from quiverfl.engine.optimizer import Buffers
 from quiverfl.engine.programs import choose_executor
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.start import initial_states

@@ -15,9 +15,9 @@ from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Metrics, Record, Recorder
 from quiverfl.engine.programs import is_convolutional
 from quiverfl.engine.rounds import play
-from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.simulation_run import Run
 from quiverfl.errors import Diverged, Interrupted
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quiverfl.data.batches import Plan, plan, sample_keys
 from quiverfl.engine.context import Group, PhaseContext, Place
-from quiverfl.engine.optimizer import Buffers, Rates
 from quiverfl.engine.features import HeadFeatures, head_is_last
 from quiverfl.engine.once import OnceSteps
+from quiverfl.engine.optimizer import Buffers, Rates
 from quiverfl.engine.programs import Program
 from quiverfl.engine.stepper import Batch, Source, Stepper
 from quiverfl.engine.workers import stop_if_halted

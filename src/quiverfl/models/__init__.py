@@ -6,7 +6,7 @@ layer called `head`, is the last thing it computes: the part that is usually per
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -31,8 +31,7 @@ MODELS: dict[str, ModelFactory] = {
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     """A fresh model by its name in MODELS, or one's own by `module:function`."""
-    factory = model_factory(name)
-    check_options(f"model {name!r}", factory, options, given=("input_shape", "classes"))
+    factory = check_model(name, options)
     try:
         model = factory(input_shape, classes, **options)
     except Exception as error:
@@ -46,6 +45,13 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
             f"model {name!r} returned a {type(model).__name__}: it must return a torch nn.Module."
         )
     return model
+
+
+def check_model(name: str, options: Iterable[str]) -> ModelFactory:
+    """The function behind a model's name; options that it does not take are refused."""
+    factory = model_factory(name)
+    check_options(f"model {name!r}", factory, options, given=("input_shape", "classes"))
+    return factory
 
 
 def model_factory(name: str) -> ModelFactory:

@@ -48,6 +48,8 @@ class Estimate:
     trials: int
     measured: int
     """How many cells' costs come from runs, not from trials."""
+    reason: str = ""
+    """Why the first trial that could not be made could not."""
 
     def total(self, jobs: int) -> float:
         """With cells side by side, never less than the longest."""
@@ -76,11 +78,13 @@ def estimate(
     kinds = {cost_class(cell.config): cell.config for cell in cells}
     untried = {kind: config for kind, config in kinds.items() if kind not in paces}
     data = DataShelf()
+    reasons: list[str] = []
     for done, (kind, config) in enumerate(untried.items()):
         on_trial(done, len(untried))
-        paces[kind] = _tried(config, data, threads)
+        paces[kind], reason = _tried(config, data, threads)
+        reasons += [reason] if reason else []
     seconds = {cell.name: _left(cell, paces[cost_class(cell.config)], places) for cell in cells}
-    return Estimate(seconds, len(untried), measured)
+    return Estimate(seconds, len(untried), measured, next(iter(reasons), ""))
 
 
 def cost_class(config: Config) -> str:
@@ -109,12 +113,14 @@ def _left(cell: Cell, pace: float | None, places: Places) -> float | None:
     return pace * max(0, cell.config.run.rounds - done)
 
 
-def _tried(config: Config, data: DataShelf, threads: int) -> float | None:
-    """None where the trial cannot be made, for any reason: the cell itself will say why."""
+def _tried(config: Config, data: DataShelf, threads: int) -> tuple[float | None, str]:
+    """None and the reason where the trial cannot be made, whatever it is: no cell stops for it."""
     try:
-        return trial(config, data.take(config), threads)
-    except Exception:
-        return None
+        return trial(config, data.take(config), threads), ""
+    except QuiverError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def trial(config: Config, dataset: Dataset, threads: int = 1) -> float:

@@ -11,6 +11,11 @@
     name = "CIFAR-10 Dir-0.3"
     data = { name = "cifar10", partition = "dirichlet", alpha = 0.3 }
 
+    [[case]]
+    name = "CIFAR-10 Pat-2"
+    without = ["data.alpha"]    # keys of the base that this case takes out
+    data = { name = "cifar10", partition = "pathological", classes_per_client = 2 }
+
     [scale.small]               # what stands in place of these keys when the sweep is asked for at
     base = "small.toml"         # this scale; `cases` are the names of those that stay
     cases = ["CIFAR-10 Dir-0.3"]
@@ -20,14 +25,14 @@ A cell is the same cell wherever it comes from: sweeps that share a folder share
 
 from __future__ import annotations
 
+import copy
 import itertools
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quiverfl.config import UNSET, Config, parse, setting
+from quiverfl.config import UNSET, Config, parse, read_toml, setting
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.experiment_keys import flat
 
@@ -93,7 +98,7 @@ class Choice:
 def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = None) -> Sweep:
     """Read and check the whole plan before anything runs; without a scale, as the file has it."""
     choice = choice or Choice()
-    tree = _read(path)
+    tree = read_toml(path, f"{path}: no such sweep file.")
     for key in tree:
         if key not in KNOWN:
             raise QuiverError(f"{path}: unknown key {key!r}; {nearest(key, KNOWN)}")
@@ -105,28 +110,22 @@ def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = Non
         Cell(config.with_values(after), name, point, _contradicted(case, after))
         for name, case in _cases(tree, choice, path)
         for block in blocks
-        for config, point in _points(_laid_over(base, case), block, before, path)
+        for config, point in _points(_of_case(base, name, case, path), block, before, path)
     ]
     if not cells:
         raise QuiverError(f"{path}: nothing is left to run: it has none of these methods.")
     return Sweep(path.stem, tuple({(cell.label, cell.name): cell for cell in cells}.values()))
 
 
-def _read(path: Path) -> Tree:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise QuiverError(f"{path}: no such sweep file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuiverError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise QuiverError(f"{path}: not valid TOML: {error}") from error
-
-
 def _base(tree: Tree, path: Path) -> Tree:
     base = tree.get("base", {})
     if isinstance(base, str):
-        return _read(path.parent / base)
+        file = path.parent / base
+        return read_toml(
+            file,
+            f"{path}: base = {base!r}: there is no such file: {file}. It is the configuration that "
+            "the sweep starts from; its path is relative to the sweep's file.",
+        )
     if not isinstance(base, dict):
         raise QuiverError(f"{path}: base = {base!r}: name a configuration file, or write [base.…].")
     return base
@@ -234,12 +233,36 @@ def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[s
 
 
 def _contradicted(case: Tree, settings: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
-    own = flat(case)
+    own = flat(case) | dict.fromkeys(case.get("without", ()), UNSET)
     return tuple(
         _words(key, "default" if value is UNSET else value)
         for key, value in settings
         if key in own and own[key] != value
     )
+
+
+def _of_case(base: Tree, name: str, case: Tree, path: Path) -> Tree:
+    """The base without what the case takes out, and with what it sets."""
+    without = case.get("without", [])
+    if not isinstance(without, list):
+        raise QuiverError(
+            f"{path}, case {name!r}: without = {without!r}: write a list of keys, such as "
+            '["data.alpha"].'
+        )
+    tree = copy.deepcopy(base)
+    for key in without:
+        *sections, last = str(key).split(".")
+        holder: Any = tree
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if not isinstance(holder, dict) or last not in holder:
+            raise QuiverError(
+                f"{path}, case {name!r}: without = {key!r}: the base does not set it; "
+                f"{nearest(str(key), flat(base))}"
+            )
+        del holder[last]
+    own = {key: value for key, value in case.items() if key != "without"}
+    return _laid_over(tree, own)
 
 
 def _laid_over(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:

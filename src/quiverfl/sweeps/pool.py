@@ -52,10 +52,10 @@ def pending(cells: Iterable[Cell], places: Places, retry: bool = False) -> list[
 
 
 def check_inputs(cells: Iterable[Cell], places: Places) -> None:
-    """Refuse to go on with cells whose data or code was changed since.
+    """Refuse to continue cells whose data or code was changed since.
 
-    One table would be made of two data sets. Where they cannot be had cells are let be: tables can
-    be made anywhere.
+    One table would be made of two data sets. Where they are missing, cells are not checked: tables
+    can be made anywhere.
     """
     shelf = DataShelf()
     for cell in cells:
@@ -64,21 +64,9 @@ def check_inputs(cells: Iterable[Cell], places: Places) -> None:
             folder.check_inputs(inputs_there(cell.config, shelf))
 
 
-def check_some_data(cells: Iterable[Cell]) -> None:
-    """Refuse to start where the data of no cell is there: the reason is one, not one per cell."""
-    shelf = DataShelf()
-    problem: QuiverError | None = None
-    for cell in cells:
-        try:
-            shelf.take(cell.config)
-        except QuiverError as error:
-            problem = error
-        except Exception:
-            return  # a mistake in one's own function: the cell's log has the whole of it
-        else:
-            return
-    if problem is not None:
-        raise problem
+def check_jobs(jobs: int) -> None:
+    if jobs < 1:
+        raise QuiverError(f"--jobs {jobs}: it must be at least 1.")
 
 
 def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher) -> list[Outcome]:
@@ -86,8 +74,7 @@ def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher
 
     Ctrl-C ends the processes; what they had written is taken up by the next call.
     """
-    if jobs < 1:
-        raise QuiverError(f"--jobs {jobs}: it must be at least 1.")
+    check_jobs(jobs)
     for folder in ("cells", "logs"):
         _make(places.root / folder)
     todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()

@@ -7,7 +7,7 @@ package), *official* (published files in a folder below the data root) or *own* 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -125,15 +125,15 @@ def load_dataset(
     path: Path | str | None = None,
     **options: Any,
 ) -> Dataset:
-    """A data set by its name in SOURCES, or one's own by `module:function`.
+    """A data set by its name in SOURCES, or your own by `module:function`.
 
     Files are read once and kept as arrays in `cache` (the folder .quiver-cache of the root unless
-    given). `path` is where one's own folder, .npz or table lies.
+    given). `path` is where your own folder, .npz or table lies.
     """
     if is_reference(name):
         return _own_code(name, options if path is None else {"path": path, **options})
+    check_source(name, options)
     source = find_source(name)
-    check_options(f"data {name!r}", source.read, options, given=("path", "folder"))
     if source.origin == "embedded":
         return source.read(**options)
     top = data_root(root)
@@ -142,6 +142,16 @@ def load_dataset(
         raise QuiverError(missing(name, top))
     keep = top / FOLDER if cache is None else Path(cache).expanduser()
     return cached(name, files, options, keep, lambda: source.read(files, **options))
+
+
+def check_source(name: str, options: Iterable[str]) -> None:
+    """Refuse an unknown name or option without reading anything."""
+    if is_reference(name):
+        check_options(f"data {name!r}", load_callable(name), sorted(set(options) - {"cache"}))
+        return
+    read = find_source(name).read
+    own = set(options) - {"path", "cache"}  # load_dataset's, for every source
+    check_options(f"data {name!r}", read, sorted(own), given=("path", "folder"))
 
 
 def find_source(name: str) -> Source:

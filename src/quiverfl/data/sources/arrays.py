@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, nearest
 
 Values = npt.NDArray[Any]
 COLOURS = (1, 3, 4)
+KINDS = ("ids", "numbers")
+"""What `data.options.inputs` may be."""
 
 
 def from_arrays(
@@ -21,15 +23,19 @@ def from_arrays(
     test: tuple[Values, Values],
     owners: tuple[Values, Values] | None = None,
     classes: int | None = None,
+    ids: bool = False,
 ) -> Dataset:
-    """A Dataset whose inputs are normalised by channel; `where` is the file, for messages."""
-    train_x, test_x = (as_inputs(where, x) for x, _ in (train, test))
+    """A Dataset whose inputs are normalised by channel, or ids; `where` is the file, for messages.
+
+    `ids` keeps the inputs as the whole numbers they are.
+    """
+    train_x, test_x = (as_ids(where, x) if ids else as_inputs(where, x) for x, _ in (train, test))
     train_y, test_y, class_names = as_labels(where, train[1], test[1], classes)
     train_owner = test_owner = None
     owner_names: tuple[str, ...] = ()
     if owners is not None:
         train_owner, test_owner, owner_names = _numbered(*owners)
-    mean, std = channel_statistics(train_x) if len(train_x) else ((), ())
+    mean, std = channel_statistics(train_x) if len(train_x) and not ids else ((), ())
     return Dataset(
         name=name,
         train_x=train_x,
@@ -54,12 +60,36 @@ def as_inputs(where: str, x: Values) -> Inputs:
         return np.ascontiguousarray(x[:, None] if x.ndim == 3 else x)
     if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_):
         raise QuiverError(f"{where}: inputs are {x.dtype}; they must be numbers.")
+    _check_axes(where, x)
+    return np.ascontiguousarray(x, dtype=np.float32)
+
+
+def as_ids(where: str, x: Values) -> Inputs:
+    """Whole numbers of any shape [n, …]: int32 where given, which saves memory, else int64."""
+    if not np.issubdtype(x.dtype, np.integer):
+        raise QuiverError(
+            f"{where}: inputs are {x.dtype}, and ids are whole numbers: store them as integers, "
+            "or set data.options.inputs = 'numbers'."
+        )
+    _check_axes(where, x)
+    return np.ascontiguousarray(x, dtype=np.int32 if x.dtype == np.int32 else np.int64)
+
+
+def _check_axes(where: str, x: Values) -> None:
     if x.ndim < 2:
         raise QuiverError(
             f"{where}: inputs have the shape {list(x.shape)}; the first axis counts examples, so "
             "there must be at least one more."
         )
-    return np.ascontiguousarray(x, dtype=np.float32)
+
+
+def are_ids(inputs: str | None, unless_said: bool) -> bool:
+    """What `data.options.inputs` says the inputs are."""
+    if inputs is None:
+        return unless_said
+    if inputs not in KINDS:
+        raise QuiverError(f"data.options.inputs = {inputs!r}: {nearest(inputs, KINDS)}")
+    return inputs == "ids"
 
 
 def as_labels(

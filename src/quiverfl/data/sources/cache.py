@@ -1,7 +1,7 @@
 """A data set once read is kept as plain arrays and memory-mapped from then on.
 
 One folder per (data set, files, options), named by a fingerprint of the place, names, sizes and
-times of the files it was read from: changed files are read anew, and nothing is ever half-written.
+times of the files it was read from: changed files are read again, and nothing is ever half-written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from quiverfl.data.sources.whole import whole, workplace
 from quiverfl.errors import QuiverError
 
 FOLDER = ".quiver-cache"
-VERSION = 2
+VERSION = 3
+"""Of what readers make of the same files: a cache from before is not taken for it."""
 MAPPED = ("train_x", "test_x")
 LOADED = ("train_y", "test_y", "train_owner", "test_owner")
 DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)
@@ -49,7 +50,7 @@ def cached(
             save_arrays(dataset, draft)
     except OSError as error:
         warnings.warn(
-            f"{name} could not be cached in {cache} ({error}); it is read anew every time. "
+            f"{name} could not be cached in {cache} ({error}); it is read again every time. "
             "Set data.options.cache to a folder that can be written.",
             stacklevel=2,
         )

@@ -105,7 +105,7 @@ def read_cifar10(folder: Path, verify: bool = True) -> Dataset:
 def read_cifar100(folder: Path, verify: bool = True, labels: str = "fine") -> Dataset:
     """50,000 + 10,000 images of 100 classes, or of the 20 classes above them (`coarse`)."""
     if labels not in HUNDRED:
-        raise QuiverError(f"data.options.labels = {labels!r}; {nearest(labels, HUNDRED)}")
+        raise QuiverError(f"data.options.labels = {labels!r}: {nearest(labels, HUNDRED)}")
     return _read(folder, *HUNDRED[labels], verify)
 
 

@@ -18,13 +18,16 @@ def read_file(path: Path, remedy: str = "") -> bytes:
         raise QuiverError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def check_md5(path: Path, content: bytes, expected: str, remedy: str) -> None:
-    """Refuses content that is not the published file."""
+def check_md5(
+    path: Path, content: bytes, expected: str, remedy: str, unpacked: bool = False
+) -> None:
+    """Refuses content that is not the published file, or, `unpacked`, not what it holds."""
+    what = "md5 of the unpacked file" if unpacked else "md5"
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != expected:
         raise QuiverError(
-            f"{path} has the wrong checksum (md5 {found}, published {expected}): it is damaged or "
-            f"was changed. {remedy}"
+            f"{path} has the wrong checksum ({what} {found}, published {expected}): it is damaged "
+            f"or was changed. {remedy}"
         )
 
 

@@ -20,6 +20,7 @@ from quiverfl.errors import QuiverError
 CLASSES = 10
 UNSIGNED_BYTE = 8
 
+# Of the published .gz files, for the download.
 MNIST = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
     "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
@@ -31,6 +32,21 @@ FASHION_MNIST = {
     "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
     "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
     "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+}
+# Of the unpacked files, so that they are recognised however they were compressed: Debian's package
+# dataset-fashion-mnist has the same bytes in other .gz files. Fashion-MNIST's were computed from
+# that package; for both, projects that list the digest of the packed and the unpacked file agree.
+MNIST_UNPACKED = {
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+FASHION_MNIST_UNPACKED = {
+    "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+    "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+    "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+    "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
 }
 DIGITS = tuple(str(digit) for digit in range(10))
 CLOTHES = (
@@ -49,12 +65,12 @@ CLOTHES = (
 
 def read_mnist(folder: Path, verify: bool = True) -> Dataset:
     """60,000 + 10,000 handwritten digits of 28×28."""
-    return _read(folder, "mnist", MNIST, DIGITS, verify)
+    return _read(folder, "mnist", MNIST_UNPACKED, DIGITS, verify)
 
 
 def read_fashion_mnist(folder: Path, verify: bool = True) -> Dataset:
     """60,000 + 10,000 pieces of clothing of 28×28."""
-    return _read(folder, "fashion_mnist", FASHION_MNIST, CLOTHES, verify)
+    return _read(folder, "fashion_mnist", FASHION_MNIST_UNPACKED, CLOTHES, verify)
 
 
 def _read(
@@ -82,15 +98,15 @@ def _load(
     raw, packed = folder / name, folder / f"{name}.gz"
     if raw.exists() or not packed.exists():
         return raw, _parse(raw, read_file(raw, f"{fetch_again(source, raw)}."), sides)
-    content = read_file(packed)
     try:
-        array = _parse(packed, gzip.decompress(content), sides)
+        content = gzip.decompress(read_file(packed))
     except (OSError, EOFError, zlib.error) as error:
         raise QuiverError(
             f"{packed} is truncated or damaged ({error}). {fetch_again(source, packed)}."
         ) from error
+    array = _parse(packed, content, sides)
     if verify:
-        check_md5(packed, content, md5[packed.name], again(source, packed))
+        check_md5(packed, content, md5[name], again(source, packed), unpacked=True)
     return packed, array
 
 

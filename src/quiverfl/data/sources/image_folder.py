@@ -1,4 +1,4 @@
-"""One's own images: a folder per class, either below train/ and test/ or in one tree to split."""
+"""Your own images: a folder per class, either below train/ and test/ or in one tree to split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_folder(
 ) -> Dataset:
     """`size` brings all images to one size: a side, or (height, width). `color`: rgb or grey."""
     if color not in MODES:
-        raise QuiverError(f"data.options.color = {color!r}; {nearest(color, MODES)}")
+        raise QuiverError(f"data.options.color = {color!r}: {nearest(color, MODES)}")
     shape = _size(size)
     if (path / "train").is_dir():
         names = _class_names(path / "train", classes)

@@ -1,7 +1,9 @@
-"""One's own arrays in an .npz file.
+"""Your own arrays in an .npz file.
 
 Either the whole (`x`, `y`, perhaps `owner`), which is split, or both parts: `train_x`, `train_y`,
 `test_x`, `test_y`, perhaps `train_owner`, `test_owner`. `x_train` and so on are understood as well.
+
+Inputs of an integer type are ids, such as those of words; bytes are images or numbers.
 """
 
 from __future__ import annotations
@@ -14,22 +16,31 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.arrays import from_arrays
+from quiverfl.data.sources.arrays import are_ids, from_arrays
 from quiverfl.data.sources.train_test import train_and_test
 from quiverfl.errors import QuiverError
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def read_npz(path: Path, test_share: float = 0.2, classes: int | None = None) -> Dataset:
-    """Images as uint8 [n, channels, height, width] (or channels last), anything else as numbers."""
+def read_npz(
+    path: Path,
+    test_share: float = 0.2,
+    classes: int | None = None,
+    inputs: str | None = None,
+) -> Dataset:
+    """Images as uint8 [n, channels, height, width] (or channels last), ids or numbers.
+
+    `inputs` says "ids" or "numbers" where the type of the array does not.
+    """
     arrays = _load(path)
     if "train_x" in arrays:
         parts = [_take(path, arrays, f"{part}_x", f"{part}_y") for part in ("train", "test")]
         owners = None
         if "train_owner" in arrays:
             owners = _take(path, arrays, "train_owner", "test_owner")
-        return from_arrays(path.stem, str(path), parts[0], parts[1], owners, classes)
+        ids = are_ids(inputs, _of_ids(parts[0][0]))
+        return from_arrays(path.stem, str(path), parts[0], parts[1], owners, classes, ids)
     x, y = _take(path, arrays, "x", "y")
     owner = arrays.get("owner")
     for key, array in (("y", y), ("owner", owner)):
@@ -38,7 +49,12 @@ def read_npz(path: Path, test_share: float = 0.2, classes: int | None = None) ->
     train, test = train_and_test(y if owner is None else owner, test_share)
     owners = None if owner is None else (owner[train], owner[test])
     whole = (x[train], y[train]), (x[test], y[test])
-    return from_arrays(path.stem, str(path), *whole, owners, classes)
+    ids = are_ids(inputs, _of_ids(x))
+    return from_arrays(path.stem, str(path), *whole, owners, classes, ids)
+
+
+def _of_ids(x: npt.NDArray[Any]) -> bool:
+    return bool(np.issubdtype(x.dtype, np.integer)) and x.dtype != np.uint8
 
 
 def _load(path: Path) -> Arrays:

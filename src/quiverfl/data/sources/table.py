@@ -1,4 +1,4 @@
-"""One's own table: Parquet or CSV, one example per row, with a column that may say whose it is.
+"""Your own table: Parquet or CSV, one example per row, with a column that may say whose it is.
 
 Inputs are numbers in columns, lists in one column, or images as the Hugging Face hub stores them
 (a struct with the encoded `bytes`).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.arrays import from_arrays
+from quiverfl.data.sources.arrays import are_ids, from_arrays
 from quiverfl.data.sources.images import in_mode
 from quiverfl.data.sources.train_test import train_and_test
 from quiverfl.errors import QuiverError, nearest
@@ -35,8 +36,14 @@ def read_table(
     split: str | None = None,
     test_share: float = 0.2,
     classes: int | None = None,
+    inputs: str | None = None,
+    exclude: str | Sequence[str] = (),
 ) -> Dataset:
-    """`features`: the column or columns of the inputs (None: all that are left).
+    """`features`: the column or columns of the inputs (None: all that are left) but for `exclude`.
+
+    In both, `px*` means all columns whose names begin with px.
+
+    Whole numbers are numbers like any others (ages, counts) unless `inputs` is "ids".
 
     `owner` names the column that says whose row it is. `split` names a column with `train` or
     `test` in every row; without it a share of every owner's rows (of every class's, where there
@@ -46,7 +53,9 @@ def read_table(
     for column in (label, owner, split):
         if column is not None:
             _check_column(path, table, column)
-    x = _inputs(path, table, _feature_columns(path, table, features, {label, owner, split}))
+    ids = are_ids(inputs, unless_said=False)
+    columns = _feature_columns(path, table, features, exclude, {label, owner, split})
+    x = _inputs(path, table, columns, ids)
     y = _column(path, table, label)
     owners = None if owner is None else _column(path, table, owner)
     if split is None:
@@ -55,7 +64,7 @@ def read_table(
         train, test = _by_column(path, table, split)
     pairs = (x[train], y[train]), (x[test], y[test])
     whose = None if owners is None else (owners[train], owners[test])
-    return from_arrays(path.stem, str(path), *pairs, whose, classes)
+    return from_arrays(path.stem, str(path), *pairs, whose, classes, ids)
 
 
 def _load(path: Path) -> pd.DataFrame:
@@ -76,6 +85,7 @@ def _load(path: Path) -> pd.DataFrame:
         raise QuiverError(f"{path} is not a readable table ({error}).") from error
     if table.empty:
         raise QuiverError(f"{path} has no rows.")
+    table.columns = table.columns.map(str)
     return table
 
 
@@ -88,17 +98,36 @@ def _feature_columns(
     path: Path,
     table: pd.DataFrame,
     features: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
     taken: set[str | None],
 ) -> list[str]:
-    if features is None:
-        columns = [str(column) for column in table.columns if column not in taken]
-    else:
-        columns = [features] if isinstance(features, str) else list(features)
-    for column in columns:
-        _check_column(path, table, column)
+    free = [column for column in table.columns if column not in taken]
+    chosen = free if features is None else _named(path, table, features, free, "features")
+    left_out = _named(path, table, exclude, free, "exclude")
+    columns = [column for column in chosen if column not in left_out]
     if not columns:
         raise QuiverError(f"{path} has no column left for the inputs: set data.options.features.")
     return columns
+
+
+def _named(
+    path: Path, table: pd.DataFrame, names: str | Sequence[str], free: list[str], option: str
+) -> list[str]:
+    """The columns that names and patterns mean, each once; a pattern means free columns only."""
+    found: list[str] = []
+    for name in [names] if isinstance(names, str) else names:
+        if name in table.columns or not any(letter in name for letter in "*?["):
+            _check_column(path, table, name)
+            found.append(name)
+            continue
+        matching = [column for column in free if fnmatchcase(column, name)]
+        if not matching:
+            raise QuiverError(
+                f"{path}: no column matches {name!r} of data.options.{option}; it has "
+                f"{', '.join(table.columns)}."
+            )
+        found += matching
+    return list(dict.fromkeys(found))
 
 
 def _column(path: Path, table: pd.DataFrame, column: str) -> Values:
@@ -110,23 +139,28 @@ def _column(path: Path, table: pd.DataFrame, column: str) -> Values:
     return array.astype(np.str_) if array.dtype == object else array
 
 
-def _inputs(path: Path, table: pd.DataFrame, columns: list[str]) -> Values:
+def _inputs(path: Path, table: pd.DataFrame, columns: list[str], ids: bool) -> Values:
     if len(columns) > 1:
-        return np.stack([_numbers(path, table, column) for column in columns], axis=1)
+        return np.stack([_numbers(path, table, column, ids) for column in columns], axis=1)
     first = table[columns[0]].iloc[0]
     if isinstance(first, dict | bytes):
         return _images(path, table, columns[0])
     if isinstance(first, list | np.ndarray):
         return _lists(path, table, columns[0])
-    return _numbers(path, table, columns[0])[:, None]
+    return _numbers(path, table, columns[0], ids)[:, None]
 
 
-def _numbers(path: Path, table: pd.DataFrame, column: str) -> Values:
+def _numbers(path: Path, table: pd.DataFrame, column: str, ids: bool) -> Values:
     values = _column(path, table, column)
     if not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
         raise QuiverError(
             f"{path}, column {column!r} holds {values.dtype}, not numbers: name the columns of the "
-            "inputs with data.options.features."
+            "inputs with data.options.features, or leave this one out with data.options.exclude."
+        )
+    if ids and not np.issubdtype(values.dtype, np.integer):
+        raise QuiverError(
+            f"{path}, column {column!r} holds {values.dtype}, not whole numbers: name the columns "
+            "of the ids with data.options.features, or leave out data.options.inputs = 'ids'."
         )
     return values
 
