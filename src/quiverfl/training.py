@@ -79,6 +79,17 @@ class Training:
         """Learning rate η of the round."""
         return self.lr * self.lr_decay**round
 
+    def momentum_sum(self, steps: int) -> float:
+        """How far so many steps with rate 1 go along a constant gradient: `steps` without momentum.
+
+        Step k goes 1 + β + … + β^(k-1), with Nesterov's one term more.
+        """
+        beta = self.momentum
+        if not beta:
+            return float(steps)
+        ahead = beta if self.nesterov else 1.0
+        return (steps - ahead * beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
+
     def personal_rate(self, round: int) -> float:
         """Learning rate of the personal part in methods that train it as such."""
         base = self.lr if self.personal_lr is None else self.personal_lr

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import quiverfl as qv
 from quiverfl.cli.main import app
 from quiverfl.config import Config, load_config
+from quiverfl.methods import METHODS
 
 CONFIG = """
 [data]
@@ -85,7 +86,7 @@ def test_compare_over_all_methods_and_seeds(here: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summaries = json.loads(done.stdout)
-    assert len(summaries) == 22
+    assert len(summaries) == 2 * len(METHODS)
     assert all(summary["finished"] for summary in summaries.values())
     assert summaries["fedbabu-seed0"]["protocol"]["finetune"] == "5 epochs of fine-tuning"
 
@@ -152,7 +153,7 @@ def test_event_files_on_request(here: Path) -> None:
 
 def test_lists_for_people_and_machines(here: Path) -> None:
     methods = json.loads(quiver("methods", "--json", cwd=here).stdout)
-    assert len(methods) == 11
+    assert len(methods) == len(METHODS) == 21
     assert {row["name"]: row["topology"] for row in methods}["dfedpgp"] == "random_push"
     for command in ("methods", "topologies", "data"):
         done = quiver(command, cwd=here)

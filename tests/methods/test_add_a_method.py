@@ -44,7 +44,7 @@ def block() -> str:
 
 def example() -> Any:
     names: dict[str, Any] = {"__name__": __name__}
-    exec(block(), names)
+    exec(compile(block(), "dfedprox.py", "exec", dont_inherit=True), names)
     return names["DFedProx"]
 
 

@@ -343,6 +343,16 @@ def test_what_the_engine_could_not_carry_out_is_refused(method: Any, words: str)
         simulate(method, REGULAR(CLIENTS))
 
 
+def test_types_that_cannot_be_read_are_refused() -> None:
+    class Inner(NamedTuple):
+        body: Local  # type: ignore[name-defined]  # noqa: F821
+        classifier: qv.Personal
+
+    odd = anything(init=lambda self, task, start: Inner(*start.point))
+    with pytest.raises(qv.QuiverError, match="Inner: the types of its fields cannot be read"):
+        simulate(odd, REGULAR(CLIENTS))
+
+
 def test_an_object_that_declares_too_little_is_refused() -> None:
     class Bare:
         name = "bare"

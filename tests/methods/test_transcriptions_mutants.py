@@ -179,6 +179,7 @@ MUTANTS: dict[str, tuple[str, ...]] = {
         "not weighted by samples",
     ),
     "SCAFFOLD": (
+        "momentum forgotten in the control",
         "option I",
         "rate not in the control",
         "rate of round 0 in the control",

@@ -226,9 +226,11 @@ def _rates(phase: Train, state: Any, start: Point, training: Training, round: in
 def _reached(point: Point, steps: Integers, training: Training, place: Place) -> Trained:
     """The trained models with what a method may want to know of how they were made."""
     like = point.shared
-    taken = torch.from_numpy(steps).to(like)
-    rate, share = (like.new_full(taken.shape, v) for v in (training.rate(place.round), place.share))
-    return Trained(*point, steps=taken, rate=rate, share=share)
+    eta = training.rate(place.round)
+    reach = np.array([eta * training.momentum_sum(int(count)) for count in steps])
+    taken, reach = (torch.from_numpy(numbers).to(like) for numbers in (steps, reach))
+    rate, share = (like.new_full(taken.shape, value) for value in (eta, place.share))
+    return Trained(*point, steps=taken, rate=rate, reach=reach, share=share)
 
 
 def _in_order(stacked: Any, order: Integers) -> Any:

@@ -49,6 +49,7 @@ class Trained(NamedTuple):
     personal: Tensor
     steps: Tensor  # steps this client took
     rate: Tensor  # η of the round
+    reach: Tensor  # how far they move a parameter whose gradient is always 1: steps · η, plain SGD
     share: Tensor  # of all clients, those who train in this round: |S| / N
 
 

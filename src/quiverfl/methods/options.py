@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.methods.annotations import annotations_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def check_options(method: Any) -> None:
     """Refuse a value that its option's type does not allow; say which would be."""
     if not is_dataclass(method):
         return
-    hints = get_type_hints(type(method), include_extras=True)
+    hints = annotations_of(type(method))
     for field in fields(method):
         _check(field.name, getattr(method, field.name), hints[field.name])
 

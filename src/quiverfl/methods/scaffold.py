@@ -8,11 +8,12 @@ Algorithm 1 with option II. Line numbers are its own.
     y_i        (state.u, state.v)    the model, after training
     c_i        (control_u, _v)       the client's control variate
     c          (server_u, _v)        the server's; every client has a copy
-    K, η_l     Trained.steps, .rate  local steps and their rate
+    K η_l      Trained.reach         local steps times their rate, for plain SGD
     |S|/N      Trained.share         of the clients, those who train in this round
 
-Differences from the paper: the global step size is 1; with momentum the formula of option II is
-taken as it is, though it is made for plain SGD.
+Differences from the paper: the global step size is 1. Its option II is made for plain SGD, where
+(x - y_i) / (K η_l) is the mean of the steps' gradients. With momentum a gradient goes on moving the
+model, up to ten times as far, and the mean is x - y_i over how far a constant gradient would have.
 """
 
 from __future__ import annotations
@@ -72,9 +73,8 @@ class SCAFFOLD(Method[ScaffoldState]):
 
     def _controlled(self, state: ScaffoldState, y: Trained) -> ScaffoldState:
         """Line 12, option II: c_i⁺ = c_i - c + (x - y_i) / (K η_l). Line 13: y and c_i⁺ - c_i."""
-        way = y.steps * y.rate
-        change_u = (state.u - y.shared) / way - state.server_u
-        change_v = (state.v - y.personal) / way - state.server_v
+        change_u = (state.u - y.shared) / y.reach - state.server_u
+        change_v = (state.v - y.personal) / y.reach - state.server_v
         return state._replace(
             u=y.shared,
             v=y.personal,

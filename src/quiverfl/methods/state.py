@@ -11,9 +11,11 @@ A field declared as a plain Tensor may have any shape, such as one prototype for
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
+
+from quiverfl.methods.annotations import annotations_of
 
 Role: TypeAlias = Literal["shared", "personal", "scalar", "any"]
 
@@ -33,7 +35,7 @@ def roles(kind: type) -> dict[str, Role]:
 
 @cache
 def _roles(kind: Any) -> dict[str, Role]:
-    hints = get_type_hints(kind, include_extras=True)
+    hints = annotations_of(kind)
     return {name: _role(hints[name]) for name in getattr(kind, "_fields", ())}
 
 

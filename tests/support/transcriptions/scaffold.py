@@ -66,11 +66,18 @@ def scaffold(
 
             if mutant == "steps counted in epochs":
                 steps = setting.epochs(i, epochs)
-            walked = steps * eta
+            # How far a gradient of 1 in every step moves a parameter, momentum and all.
+            speed, units = 0.0, 0.0
+            for _ in range(steps):
+                speed = setting.training.momentum * speed + 1.0
+                units = units + speed
+            if mutant == "momentum forgotten in the control":
+                units = float(steps)
+            walked = units * eta
             if mutant == "rate not in the control":
-                walked = float(steps)
+                walked = units
             if mutant == "rate of round 0 in the control":
-                walked = steps * setting.rate(0)
+                walked = units * setting.rate(0)
             whole = gradient(setting, i, np.arange(setting.samples(i)), x, W)
             new: Weights = {}
             for n in W:
