@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks.works import TRAINING, Work
 from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.rounds import mix
+from quiverfl.engine.rounds import communicate
+from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 
 
@@ -13,7 +14,7 @@ class Product:
 
     def __init__(self, work: Work) -> None:
         method = work.method()
-        self.shard = Shard(work.task(), work.data(), method, TRAINING, rounds=1_000)
+        self.shard = Shard(work.task(), work.data(), method, TRAINING, RunSettings(1_000))
         self._exchange = MatrixExchange(method.delay)
         self._topology = work.topology()
         self._round = 0
@@ -22,7 +23,7 @@ class Product:
         """Draw the graph, train every client, mix."""
         graph = self._topology(self._round)
         self.shard.train(self._round, graph.active)
-        mix(self.shard, self._exchange, graph, self._round)
+        communicate(self.shard, self._exchange, graph, self._round)
         self._round += 1
 
     def evaluate(self) -> None:

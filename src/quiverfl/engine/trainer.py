@@ -227,9 +227,9 @@ def _reached(point: Point, steps: Integers, training: Training, place: Place) ->
     """The trained models with what a method may want to know of how they were made."""
     like = point.shared
     eta = training.rate(place.round)
-    reach = np.array([eta * training.momentum_sum(int(count)) for count in steps])
-    taken, reach = (torch.from_numpy(numbers).to(like) for numbers in (steps, reach))
-    rate, share = (like.new_full(taken.shape, value) for value in (eta, place.share))
+    reach = like.new_tensor([eta * training.momentum_sum(int(count)) for count in steps])
+    rate, share = (like.new_full(steps.shape, value) for value in (eta, place.share))
+    taken = torch.from_numpy(steps).to(like)
     return Trained(*point, steps=taken, rate=rate, reach=reach, share=share)
 
 
