@@ -10,6 +10,22 @@ class QuiverError(Exception):
     """A mistake a person can act on; the command line prints it without a traceback."""
 
 
+class QuiverWarning(UserWarning):
+    """Something a person should know, though it stops nothing; the command line prints a line."""
+
+
+class CannotWrite(QuiverError):
+    """The disk did not take what was to be written."""
+
+
+class Stopped(QuiverError):
+    """Asked to stop, after so many complete rounds; everything up to there is in a checkpoint."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__(f"stopped after round {rounds}.")
+        self.rounds = rounds
+
+
 class Diverged(QuiverError):
     """Training produced a number that is not finite."""
 
