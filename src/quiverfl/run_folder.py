@@ -7,24 +7,29 @@ checkpoints/  and at the end  history.parquet  rounds.parquet  summary.json
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import platform
+import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
 
 import quiverfl
+from quiverfl import durable, locks
 from quiverfl.config import RUNTIME_KEYS, Config, parse
 from quiverfl.data.partition import Partition
-from quiverfl.engine.checkpoint import Checkpoint, checkpoints, prune
+from quiverfl.engine.checkpoint import Checkpoint, DamagedCheckpoint, checkpoints, prune
 from quiverfl.engine.history import History, Metrics, Record, Recorder
-from quiverfl.errors import Diverged, QuiverError
+from quiverfl.errors import CannotWrite, Diverged, QuiverError, QuiverWarning
 from quiverfl.methods.contract import Train
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
@@ -35,6 +40,18 @@ from quiverfl.topologies.graph import Topology
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._checkpoints = path / "checkpoints"
+
+    @contextlib.contextmanager
+    def alone(self, wait: bool = False) -> Iterator[None]:
+        """Only this process writes here: another one is refused, or waited for.
+
+        Reading needs no lock.
+        """
+        with locks.alone(self.path, wait):
+            for folder in (self.path, self._checkpoints):
+                durable.remove_partial(folder)
+            yield
 
     def holds_run(self) -> bool:
         return (self.path / "config.json").is_file()
@@ -51,6 +68,8 @@ class RunFolder:
         if not self.holds_run():
             raise QuiverError(f"{self.path}: not a run folder (it has no config.json).")
         written = _read(self.path / "config.json")
+        if not self.finished():
+            self._check_version(str(written.get("quiver", "")))
         config = parse(written.get("config", {}), str(self.path / "config.json"))
         if config.identity() != written.get("identity"):
             raise QuiverError(
@@ -58,6 +77,15 @@ class RunFolder:
                 "the folder does not match it. Put it back, or start a new run in another folder."
             )
         return config
+
+    def _check_version(self, theirs: str) -> None:
+        """What a newer version meant by its files is not for this one to guess."""
+        if _version(theirs) > _version(quiverfl.__version__):
+            raise QuiverError(
+                f"{self.path} was written by Quiver {theirs}, and this is {quiverfl.__version__}: "
+                f"resume it with {theirs} or newer (pip install 'quiverfl>={theirs}'). "
+                "`quiver report` can still read it."
+            )
 
     def check(self, config: Config) -> None:
         """Refuse a configuration other than the one the folder was made with."""
@@ -83,16 +111,10 @@ class RunFolder:
     def open(
         self, config: Config, inputs: Mapping[str, str], partition: Partition, topology: Topology
     ) -> None:
-        """Make the folder and write what is known before the first round."""
-        if self.path.exists() and not self.path.is_dir():
-            raise QuiverError(f"{self.path} is a file: choose another --out.")
-        if not self.holds_run() and self.path.exists() and any(self.path.iterdir()):
-            raise QuiverError(f"{self.path} is not empty and not a run: choose another --out.")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QuiverError(f"{self.path}: cannot be made: {error.strerror}.") from error
+        """Write what is known before the first round."""
         if not self.holds_run():
+            if any(path.name != locks.NAME for path in self.path.iterdir()):
+                raise QuiverError(f"{self.path} is not empty and not a run: choose another --out.")
             text = {
                 "quiver": quiverfl.__version__,
                 "identity": config.identity(),
@@ -120,26 +142,54 @@ class RunFolder:
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise QuiverError(
                 f"{path} is damaged ({type(error).__name__}): put it back, or delete the folder "
-                "and run it anew."
+                "and run it again."
             ) from error
         if not same:
             raise QuiverError(
                 f"{path} gives clients other examples than this installation would: the run was "
-                "begun by another version of Quiver or numpy (environment.json says which). Go on "
-                "with that one, or start a new run in another folder."
+                "begun by another version of Quiver or numpy (environment.json says which). Resume "
+                "it with that one, or start a new run in another folder."
             )
 
     def save(self, checkpoint: Checkpoint) -> None:
-        checkpoint.save(self.path / "checkpoints")
-        prune(self.path / "checkpoints")
+        with self.writing():
+            written = checkpoint.save(self._checkpoints)
+            prune(self._checkpoints, written)
 
     def resume(self) -> Checkpoint | None:
-        """The newest checkpoint with the history up to it; later lines are cut off."""
-        found = checkpoints(self.path / "checkpoints")
-        round = 0 if not found else int(_read_round(found[-1]))
+        """The newest checkpoint that is whole, with the history up to it; later lines are cut off.
+
+        None if there never was one: the run starts at its first round.
+        """
+        checkpoint = self._newest()
+        round = 0 if checkpoint is None else checkpoint.round
         self._check_lines(round)
         history = self._cut(round)
-        return Checkpoint.load(found[-1], history) if found else None
+        return None if checkpoint is None else dataclasses.replace(checkpoint, history=history)
+
+    def _newest(self) -> Checkpoint | None:
+        damaged: list[str] = []
+        for path in reversed(checkpoints(self._checkpoints)):
+            try:
+                found = Checkpoint.load(path, History())
+            except DamagedCheckpoint as error:
+                damaged.append(f"{error.path.name}: {error.why}")
+                continue
+            if damaged:
+                warnings.warn(
+                    f"{self._checkpoints}: damaged ({'; '.join(damaged)}); resuming from the one "
+                    f"before, after round {found.round}.",
+                    QuiverWarning,
+                    stacklevel=2,
+                )
+            return found
+        if damaged:
+            raise QuiverError(
+                f"{self._checkpoints}: no checkpoint can be used ({'; '.join(damaged)}). Put the "
+                f"files back, or delete the folder {self._checkpoints}: `quiver resume "
+                f"{self.path}` then computes the run again from its first round."
+            )
+        return None
 
     def _check_lines(self, round: int) -> None:
         """Every round before a checkpoint was written down before it: a gap is damage."""
@@ -156,7 +206,7 @@ class RunFolder:
                 raise QuiverError(
                     f"{path} lacks round {min(missing) + 1}, which was recorded before the "
                     f"checkpoint after round {round}: the file was damaged. Put it back, or delete "
-                    "the folder and run it anew."
+                    "the folder and run it again."
                 )
 
     def _cut(self, round: int) -> History:
@@ -178,19 +228,35 @@ class RunFolder:
     def recording(self, other: Recorder | None) -> Iterator[Recorder]:
         """Append every evaluation and round as it happens; note a divergence before it ends."""
         try:
+            # Unbuffered: what the disk refuses is not tried again when the file is closed.
             with (
-                (self.path / "history.jsonl").open("a") as history,
-                (self.path / "rounds.jsonl").open("a") as rounds,
+                (self.path / "history.jsonl").open("ab", buffering=0) as history,
+                (self.path / "rounds.jsonl").open("ab", buffering=0) as rounds,
             ):
-                yield _Appending(history, rounds, other)
+                yield _Appending(self, history, rounds, other)
         except Diverged as error:
             text = {"finished": False, "diverged": {"round": error.round, "client": error.client}}
-            replace_file(self.path / "summary.json", _json({**text, "error": str(error)}))
+            with self.writing():
+                replace_file(self.path / "summary.json", _json({**text, "error": str(error)}))
             raise
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever the disk refuses is one sentence; what it took before is enough to resume."""
+        try:
+            yield
+        except (OSError, CannotWrite) as problem:
+            cause = problem if isinstance(problem, OSError) else problem.__cause__
+            reason = getattr(cause, "strerror", None) or str(problem)
+            raise CannotWrite(
+                f"{self.path} cannot be written: {reason}. Nothing is lost: make room or make it "
+                f"writable, then `quiver resume {self.path}` continues from the last checkpoint."
+            ) from problem
 
     def close(self, summary: dict[str, Any], adaptation: Train | None) -> dict[str, Any]:
         """Parquet and the summary; its presence says that the run is complete."""
-        finish(self.path)
+        with self.writing():
+            finish(self.path)
         written = _read(self.path / "config.json")
         tuned = None if adaptation is None else f"{adaptation.epochs} epochs of fine-tuning"
         protocol = EvaluationProtocol(finetune=tuned)
@@ -202,26 +268,33 @@ class RunFolder:
             "protocol": protocol.record(),
             "finished": True,
         }
-        replace_file(self.path / "summary.json", _json(text))
+        with self.writing():
+            replace_file(self.path / "summary.json", _json(text))
         return text
 
 
 class _Appending:
-    def __init__(self, history: TextIO, rounds: TextIO, other: Recorder | None) -> None:
-        self._history, self._rounds, self._other = history, rounds, other
+    def __init__(
+        self, folder: RunFolder, history: RawIOBase, rounds: RawIOBase, other: Recorder | None
+    ) -> None:
+        self._folder, self._history, self._rounds, self._other = folder, history, rounds, other
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
         values = {name: [_null(v) for v in column.tolist()] for name, column in metrics.items()}
-        self._history.write(_line({"round": round, "stage": stage, "metrics": values}).decode())
-        self._history.flush()
+        self._append(self._history, {"round": round, "stage": stage, "metrics": values})
         if self._other is not None:
             self._other.evaluated(round, stage, metrics)
 
     def finished(self, record: Record) -> None:
-        self._rounds.write(_line(record).decode())
-        self._rounds.flush()
+        self._append(self._rounds, record)
         if self._other is not None:
             self._other.finished(record)
+
+    def _append(self, file: RawIOBase, line: dict[str, Any]) -> None:
+        left = memoryview(_line(line))
+        with self._folder.writing():
+            while left:  # a disk that is almost full takes a part
+                left = left[file.write(left) :]
 
 
 def environment() -> dict[str, Any]:
@@ -260,8 +333,8 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _read_round(path: Path) -> int:
-    return int(path.stem.removeprefix("round-"))
+def _version(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:3]]
 
 
 def _json(values: dict[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.history import History, Metrics, Record, Recorder
 from quiverfl.engine.rounds import Schedule, checked, play
 from quiverfl.engine.shard import Shard
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.errors import QuiverError, Stopped, nearest
 from quiverfl.methods.contract import Method, options_of
 from quiverfl.results.summary import summarize
 from quiverfl.task import Point, Task
@@ -117,6 +117,7 @@ def simulate(
     resume: Checkpoint | None = None,
     checkpoint: Callable[[Checkpoint], None] | None = None,
     checkpoint_every: int = 10,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Run a method on federated data over a topology and return its history and models.
 
@@ -126,7 +127,9 @@ def simulate(
     more copy of all models. `gradients` measures, in every evaluated round, the gradients that
     DFedPGP's theorem bounds (engine/gradients.py). `recorder` is told of every evaluation and
     round as it happens; `checkpoint` is given the whole state every `checkpoint_every` rounds and
-    at the end, and `resume` takes it back: the result is that of an uninterrupted run.
+    at the end, and `resume` takes it back: the result is that of an uninterrupted run. `stop` is
+    asked after every round but the last; once it is true, the state is given to `checkpoint` and
+    `Stopped` raised.
     """
     check(task, data, method, topology, epochs_per_client, device)
     _check_numbers(rounds, executor, evaluate_every)
@@ -152,9 +155,12 @@ def simulate(
         start = 0 if resume is None else resume.round
 
         def after_round(round: int) -> None:
-            due = (round + 1) % checkpoint_every == 0 or round + 1 == rounds
+            stopping = round + 1 < rounds and stop()
+            due = stopping or (round + 1) % checkpoint_every == 0 or round + 1 == rounds
             if checkpoint is not None and due:
                 checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
+            if stopping:
+                raise Stopped(round + 1)
 
         both = _Both(history, recorder)
         schedule = Schedule(rounds, evaluate_every, keep_local, gradients)

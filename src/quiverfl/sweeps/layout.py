@@ -29,9 +29,6 @@ class Places:
     def run(self, cell: Cell) -> Path:
         return self.root / "cells" / cell.name
 
-    def lock(self, cell: Cell) -> Path:
-        return self.root / "cells" / ".locks" / cell.name
-
     def log(self, cell: Cell) -> Path:
         return self.root / "logs" / f"{cell.name}.log"
 
