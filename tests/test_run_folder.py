@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ import quiverfl as qv
 from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import checkpoints
+from quiverfl.engine.history import Metrics, Record
 from quiverfl.errors import QuiverWarning
 from quiverfl.experiment import Experiment, run_in_folder
 from quiverfl.results.run_files import read_run
@@ -245,6 +248,62 @@ def test_a_run_of_a_newer_version_is_read_but_not_resumed(tmp_path: Path) -> Non
     assert read_run(folder).done_rounds == 6
     (folder / "summary.json").write_text('{"finished": true}')
     assert run_in_folder(config(), folder) == {"finished": True}
+
+
+@contextmanager
+def filling_disk() -> Iterator[Callable[[int], None]]:
+    """From a call on, the kernel refuses to let files grow beyond a size, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+class Filling:
+    """Fills the disk when a round is over, so that the next line is written in part."""
+
+    def __init__(self, folder: Path, fill: Callable[[int], None]) -> None:
+        self._folder, self._fill = folder, fill
+
+    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None: ...
+
+    def finished(self, record: Record) -> None:
+        if record["round"] == 4:
+            self._fill((self._folder / "history.jsonl").stat().st_size + 20)
+
+
+@pytest.mark.parametrize("first", ["config", "partition", "checkpoint", "line", "parquet"])
+def test_what_a_full_disk_refuses_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    run_in_folder(config(), tmp_path / "whole")
+    folder, recorder = tmp_path / "run", None
+    close = RunFolder.close
+    with filling_disk() as fill:
+        if first == "line":
+            recorder = Filling(folder, fill)
+        elif first == "parquet":
+            monkeypatch.setattr(RunFolder, "close", lambda *given: (fill(99), close(*given))[1])
+        else:
+            fill({"config": 99, "partition": 3_000, "checkpoint": 12_000}[first])
+        with pytest.raises(qv.QuiverError, match="cannot be written") as refused:
+            run_in_folder(config(), folder, recorder)
+    monkeypatch.undo()
+    remedy = "run the same command again" if first == "config" else f"`quiver resume {folder}`"
+    assert remedy in str(refused.value)
+    assert not list(tmp_path.rglob(".*"))  # nor is room taken by halves
+    if first == "line":
+        assert not (folder / "history.jsonl").read_bytes().endswith(b"\n")
+    run_in_folder(config(), folder)
+    assert numbers(folder).equals(numbers(tmp_path / "whole"))
+    assert last_tensors(folder) == last_tensors(tmp_path / "whole")
+
+
+def last_tensors(folder: Path) -> bytes:
+    return checkpoints(folder / "checkpoints")[-1].with_suffix(".safetensors").read_bytes()
 
 
 def test_a_diverging_run_keeps_what_it_had(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ from quiverfl import durable, locks
 from quiverfl.config import RUNTIME_KEYS, Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import Checkpoint, DamagedCheckpoint, checkpoints, prune
-from quiverfl.engine.history import History, Metrics, Record, Recorder
+from quiverfl.engine.history import History, Recorder
 from quiverfl.errors import CannotWrite, Diverged, QuiverError, QuiverWarning
 from quiverfl.methods.contract import Train
-from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.run_files import finish, read_lines
+from quiverfl.run_lines import appending, as_line, history_from
 from quiverfl.topologies.graph import Topology
 
 
@@ -122,14 +121,14 @@ class RunFolder:
                 "config": config.model_dump(mode="json"),
                 "topology": {"name": topology.name, **topology.options},
             }
-            replace_file(self.path / "config.json", _json(text))
+            self._write("config.json", _json(text))
         self._check_partition(partition)
         # Of an earlier try that diverged: this one may end otherwise.
         (self.path / "summary.json").unlink(missing_ok=True)
-        replace_file(self.path / "environment.json", _json(environment()))
+        self._write("environment.json", _json(environment()))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **partition.arrays())
-        replace_file(self.path / "partition.npz", buffer.getvalue())
+        self._write("partition.npz", buffer.getvalue())
 
     def _check_partition(self, partition: Partition) -> None:
         """Another version of Quiver or numpy may share the same data out otherwise."""
@@ -211,33 +210,22 @@ class RunFolder:
 
     def _cut(self, round: int) -> History:
         """The history before this round; what came after it will be computed again."""
-        history = History()
+        kept = {}
         for name in ("history", "rounds"):
-            path = self.path / f"{name}.jsonl"
-            lines = [line for line in read_lines(path) if line["round"] < round]
-            replace_file(path, b"".join(_line(line) for line in lines))
-            for line in lines:
-                if name == "rounds":
-                    history.finished(line)
-                else:
-                    metrics = {k: _numbers(v) for k, v in line["metrics"].items()}
-                    history.evaluated(line["round"], line["stage"], metrics)
-        return history
+            lines = read_lines(self.path / f"{name}.jsonl")
+            kept[name] = [line for line in lines if line["round"] < round]
+            self._write(f"{name}.jsonl", b"".join(as_line(line) for line in kept[name]))
+        return history_from(kept["history"], kept["rounds"])
 
     @contextlib.contextmanager
     def recording(self, other: Recorder | None) -> Iterator[Recorder]:
         """Append every evaluation and round as it happens; note a divergence before it ends."""
         try:
-            # Unbuffered: what the disk refuses is not tried again when the file is closed.
-            with (
-                (self.path / "history.jsonl").open("ab", buffering=0) as history,
-                (self.path / "rounds.jsonl").open("ab", buffering=0) as rounds,
-            ):
-                yield _Appending(self, history, rounds, other)
+            with appending(self.path, self.writing, other) as both:
+                yield both
         except Diverged as error:
             text = {"finished": False, "diverged": {"round": error.round, "client": error.client}}
-            with self.writing():
-                replace_file(self.path / "summary.json", _json({**text, "error": str(error)}))
+            self._write("summary.json", _json({**text, "error": str(error)}))
             raise
 
     @contextlib.contextmanager
@@ -248,10 +236,19 @@ class RunFolder:
         except (OSError, CannotWrite) as problem:
             cause = problem if isinstance(problem, OSError) else problem.__cause__
             reason = getattr(cause, "strerror", None) or str(problem)
+            again = (
+                f"`quiver resume {self.path}` continues from the last checkpoint"
+                if self.holds_run()
+                else "run the same command again"
+            )
             raise CannotWrite(
                 f"{self.path} cannot be written: {reason}. Nothing is lost: make room or make it "
-                f"writable, then `quiver resume {self.path}` continues from the last checkpoint."
+                f"writable, then {again}."
             ) from problem
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self.writing():
+            durable.replace(self.path / name, content)
 
     def close(self, summary: dict[str, Any], adaptation: Train | None) -> dict[str, Any]:
         """Parquet and the summary; its presence says that the run is complete."""
@@ -268,33 +265,8 @@ class RunFolder:
             "protocol": protocol.record(),
             "finished": True,
         }
-        with self.writing():
-            replace_file(self.path / "summary.json", _json(text))
+        self._write("summary.json", _json(text))
         return text
-
-
-class _Appending:
-    def __init__(
-        self, folder: RunFolder, history: RawIOBase, rounds: RawIOBase, other: Recorder | None
-    ) -> None:
-        self._folder, self._history, self._rounds, self._other = folder, history, rounds, other
-
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        values = {name: [_null(v) for v in column.tolist()] for name, column in metrics.items()}
-        self._append(self._history, {"round": round, "stage": stage, "metrics": values})
-        if self._other is not None:
-            self._other.evaluated(round, stage, metrics)
-
-    def finished(self, record: Record) -> None:
-        self._append(self._rounds, record)
-        if self._other is not None:
-            self._other.finished(record)
-
-    def _append(self, file: RawIOBase, line: dict[str, Any]) -> None:
-        left = memoryview(_line(line))
-        with self._folder.writing():
-            while left:  # a disk that is almost full takes a part
-                left = left[file.write(left) :]
 
 
 def environment() -> dict[str, Any]:
@@ -339,15 +311,3 @@ def _version(text: str) -> list[int]:
 
 def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def _line(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, separators=(",", ":")) + "\n").encode()
-
-
-def _null(value: float) -> float | None:
-    return value if np.isfinite(value) else None
-
-
-def _numbers(values: list[float | None]) -> Any:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
