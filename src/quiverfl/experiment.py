@@ -19,7 +19,7 @@ from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.simulate import Run, check, simulate
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method, adaptation
 from quiverfl.models import make_model
@@ -138,6 +138,8 @@ def run_in_folder(
         experiment.check()
         folder.open(config, inputs, experiment.partition, experiment.topology)
         resume = folder.resume()
+        if stop():
+            raise Stopped(0 if resume is None else resume.round)
         with folder.recording(recorder) as both:
             run = experiment.run(both, folder, resume, stop)
         return folder.close(run.summary, adaptation(experiment.method, experiment.task))
