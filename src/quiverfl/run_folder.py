@@ -48,8 +48,9 @@ class RunFolder:
         Reading needs no lock.
         """
         with locks.alone(self.path, wait):
-            for folder in (self.path, self._checkpoints):
-                durable.remove_partial(folder)
+            if self.holds_run():  # or what lies here half-written is somebody else's
+                for folder in (self.path, self._checkpoints):
+                    durable.remove_partial(folder)
             yield
 
     def holds_run(self) -> bool:

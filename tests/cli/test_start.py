@@ -67,13 +67,19 @@ def test_every_public_name_is_there_for_programs_and_type_checkers() -> None:
     assert "torch" in loaded_by("import quiverfl\nquiverfl.topologies.ring\nquiverfl.simulate")
 
 
+def with_modules_of(folder: Path) -> dict[str, str]:
+    """An environment in which the modules of a folder come before all others."""
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @pytest.mark.parametrize("module", ["typer", "torch", "pandas"])
 def test_ctrl_c_while_modules_are_loaded(tmp_path: Path, module: str) -> None:
     slow = "import sys, time\nprint('loading', flush=True)\ntime.sleep(60)\n"
     (tmp_path / f"{module}.py").write_text(slow)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    environment = with_modules_of(tmp_path)
     command = ["report", str(tmp_path)] if module == "pandas" else ["methods"]
     with subprocess.Popen(
         [*MAIN, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -97,8 +103,7 @@ def without(modules: list[str], tmp_path: Path) -> dict[str, str]:
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Absent())\n"
     )
-    path = f"{tmp_path / 'site'}{os.pathsep}{os.environ['PYTHONPATH']}"
-    return {**os.environ, "PYTHONPATH": path}
+    return with_modules_of(tmp_path / "site")
 
 
 PEER = [

@@ -36,7 +36,7 @@ checkpoint_every = 1000
 threads = 1
 """
 MAIN = [sys.executable, "-m", "quiverfl.cli.main"]
-LONG, SHORT = 100_000, 40
+LONG, SHORT = 100_000, 200
 
 
 @pytest.fixture
@@ -113,8 +113,6 @@ def test_sigterm_ends_the_round_and_keeps_it(here: Path) -> None:
     with running("run", "short.toml", "--out", "run", "--quiet", cwd=here, folder="run") as process:
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
-    if process.returncode == 0:
-        pytest.skip("it was over before the signal came")
     assert process.returncode == 143
     assert "`quiver resume run` continues" in said
     (newest,) = checkpoints(here / "run" / "checkpoints")
@@ -160,7 +158,7 @@ def test_a_disk_that_is_really_full(here: Path, kilobytes: int) -> None:
     if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount).returncode:
         pytest.skip("a small disk cannot be mounted here")
     try:
-        settings = ["--set", "run.checkpoint_every=7"]
+        settings = ["--set", "run.checkpoint_every=30"]
         assert quiver("run", "short.toml", *settings, "--out", "whole", cwd=here).returncode == 0
         done = quiver("run", "short.toml", *settings, "--out", "disk/run", "--quiet", cwd=here)
         assert done.returncode == 2, done.stderr
