@@ -14,11 +14,11 @@ ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
     {"errors", "memory"},
-    {"seeds", "trees", "training", "references", "experiment_keys"},
+    {"durable", "locks", "extras", "seeds", "trees", "training", "references", "experiment_keys"},
     {"task", "models"},
     {"methods", "topologies", "data"},
     {"engine", "results"},
-    {"config"},
+    {"config", "run_lines"},
     {"run_folder"},
     {"experiment"},
     {"peer"},

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,8 @@ import quiverfl as qv
 from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import checkpoints
+from quiverfl.engine.history import Metrics, Record
+from quiverfl.errors import QuiverWarning
 from quiverfl.experiment import Experiment, run_in_folder
 from quiverfl.methods import METHODS, Method
 from quiverfl.results.groups import group_runs
@@ -279,28 +284,129 @@ def test_under_natural_every_owner_is_a_client_unless_fewer_are_wanted() -> None
     assert parse({}).data.clients == 20
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(tmp_path: Path) -> None:
-    run_in_folder(config(), tmp_path / "whole")
-    folder = interrupted(tmp_path)
-    newest = checkpoints(folder / "checkpoints")[-1]
-    tensors = newest.with_suffix(".safetensors")
-    content = bytearray(tensors.read_bytes())
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    tensors.write_bytes(content)
-    with pytest.raises(qv.QuiverError, match=rf"{tensors.name}: damaged checkpoint .*checksum"):
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "checksum": lambda path: flip_a_bit(path.with_suffix(".safetensors")),
+    "missing": lambda path: path.with_suffix(".safetensors").unlink(),
+    "empty": lambda path: path.write_text(""),
+    "half": lambda path: path.write_text("{"),
+    "short": lambda path: path.write_text('{"round": 6}'),
+    "list": lambda path: path.write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_checkpoint_before_a_damaged_one_serves(tmp_path: Path, kind: str) -> None:
+    run_in_folder(config(), tmp_path / "whole")
+    folder = interrupted(tmp_path, rounds=6)
+    DAMAGE[kind](checkpoints(folder / "checkpoints")[-1])
+    with pytest.warns(QuiverWarning, match=r"round-000006.*after round 4"):
         run_in_folder(RunFolder(folder).config(), folder)
-    newest.unlink()
+    assert numbers(folder).equals(numbers(tmp_path / "whole"))
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_without_a_whole_checkpoint_the_remedy_named_works(tmp_path: Path, kind: str) -> None:
+    run_in_folder(config(), tmp_path / "whole")
+    folder = interrupted(tmp_path, rounds=6)
+    lines = (folder / "history.jsonl").read_bytes()
+    for path in checkpoints(folder / "checkpoints"):
+        DAMAGE[kind](path)
+    for _ in range(2):
+        with pytest.raises(qv.QuiverError, match="no checkpoint can be used") as refused:
+            run_in_folder(RunFolder(folder).config(), folder)
+    assert f"delete the folder {folder / 'checkpoints'}:" in str(refused.value)
+    assert (folder / "history.jsonl").read_bytes() == lines
+    shutil.rmtree(folder / "checkpoints")
     run_in_folder(RunFolder(folder).config(), folder)
     assert numbers(folder).equals(numbers(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"round": 4}', "[]"])
-def test_a_damaged_checkpoint_description(tmp_path: Path, damage: str) -> None:
-    folder = interrupted(tmp_path)
-    newest = checkpoints(folder / "checkpoints")[-1]
-    newest.write_text(damage)
-    with pytest.raises(qv.QuiverError, match="damaged checkpoint"):
+def test_damaged_checkpoints_do_not_crowd_out_good_ones(tmp_path: Path) -> None:
+    """One that is passed over goes when the next is written: two good ones are kept."""
+    folder = interrupted(tmp_path, rounds=6)
+    for suffix in (".json", ".safetensors"):
+        newest = folder / "checkpoints" / f"round-000006{suffix}"
+        newest.rename(newest.with_name(f"round-000099{suffix}"))
+    (folder / "checkpoints" / "round-000099.json").write_text("{")
+    (folder / "checkpoints" / "round-000005.safetensors").write_bytes(b"of an interrupted save")
+    with pytest.warns(QuiverWarning):
         run_in_folder(RunFolder(folder).config(), folder)
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == [f"round-00000{n}.{s}" for n in (4, 6) for s in ("json", "safetensors")]
+
+
+def test_a_run_of_a_newer_version_is_read_but_not_resumed(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**text, "quiver": "9.9.9"}))
+    with pytest.raises(qv.QuiverError, match=r"written by Quiver 9\.9\.9.*resume it with 9\.9\.9"):
+        run_in_folder(config(), folder)
+    assert read_run(folder).done_rounds == 6
+    (folder / "summary.json").write_text('{"finished": true}')
+    assert run_in_folder(config(), folder) == {"finished": True}
+
+
+@contextmanager
+def filling_disk() -> Iterator[Callable[[int], None]]:
+    """From a call on, the kernel refuses to let files grow beyond a size, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+class Filling:
+    """Fills the disk when a round is over, so that the next line is written in part."""
+
+    def __init__(self, folder: Path, fill: Callable[[int], None]) -> None:
+        self._folder, self._fill = folder, fill
+
+    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None: ...
+
+    def finished(self, record: Record) -> None:
+        if record["round"] == 4:
+            self._fill((self._folder / "history.jsonl").stat().st_size + 20)
+
+
+@pytest.mark.parametrize("first", ["config", "partition", "checkpoint", "line", "parquet"])
+def test_what_a_full_disk_refuses_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    run_in_folder(config(), tmp_path / "whole")
+    folder, recorder = tmp_path / "run", None
+    close = RunFolder.close
+    with filling_disk() as fill:
+        if first == "line":
+            recorder = Filling(folder, fill)
+        elif first == "parquet":
+            monkeypatch.setattr(RunFolder, "close", lambda *given: (fill(99), close(*given))[1])
+        else:
+            fill({"config": 99, "partition": 3_000, "checkpoint": 12_000}[first])
+        with pytest.raises(qv.QuiverError, match="cannot be written") as refused:
+            run_in_folder(config(), folder, recorder)
+    monkeypatch.undo()
+    remedy = "run the same command again" if first == "config" else f"`quiver resume {folder}`"
+    assert remedy in str(refused.value)
+    assert not list(tmp_path.rglob(".*"))  # nor is room taken by halves
+    if first == "line":
+        assert not (folder / "history.jsonl").read_bytes().endswith(b"\n")
+    run_in_folder(config(), folder)
+    assert numbers(folder).equals(numbers(tmp_path / "whole"))
+    assert last_tensors(folder) == last_tensors(tmp_path / "whole")
+
+
+def last_tensors(folder: Path) -> bytes:
+    return checkpoints(folder / "checkpoints")[-1].with_suffix(".safetensors").read_bytes()
 
 
 def test_a_diverging_run_keeps_what_it_had(tmp_path: Path) -> None:

@@ -1,79 +1,87 @@
-"""Quiver: decentralized personalized federated learning over directed graphs."""
+"""Quiver: decentralized personalized federated learning over directed graphs.
 
-from quiverfl.data.batches import batch_order
-from quiverfl.data.federated import FederatedData
-from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.simulate import simulate
-from quiverfl.engine.simulation_run import ClientState, Run
-from quiverfl.errors import Diverged, Interrupted, QuiverError
-from quiverfl.memory import keep_freed_memory
-from quiverfl.methods import (
-    APFL,
-    METHODS,
-    MOON,
-    OSGP,
-    SCAFFOLD,
-    DFedAvgM,
-    DFedAvgMP,
-    DFedPGP,
-    DFedPGPSAM,
-    DFedSAM,
-    DisPFL,
-    Ditto,
-    FedAvg,
-    FedBABU,
-    FedPer,
-    FedProto,
-    FedProx,
-    FedRep,
-    Interleaved,
-    Local,
-    Lookahead,
-    Loss,
-    Message,
-    Method,
-    Moment,
-    Once,
-    PerFedAvg,
-    PFedMe,
-    PushDIGing,
-    Start,
-    Train,
-    Trained,
-)
-from quiverfl.methods.options import (
-    Count,
-    Fraction,
-    NotNegative,
-    Number,
-    Positive,
-    UnitInterval,
-)
-from quiverfl.methods.state import Personal, Scalar, Shared
-from quiverfl.task import Point, Seen, Task
-from quiverfl.topologies import (
-    TOPOLOGIES,
-    Graph,
-    Topology,
-    custom,
-    directed_ring,
-    erdos_renyi,
-    exponential,
-    from_matrix,
-    from_networkx,
-    full,
-    grid,
-    isolated,
-    one_peer_exponential,
-    participating,
-    random_pull,
-    random_push,
-    random_regular,
-    ring,
-    star,
-    torus,
-)
-from quiverfl.training import Training
+Everything public is a name of this package. It is imported when it is first used, so that a command
+which needs no torch does not wait for it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quiverfl.data.batches import batch_order
+    from quiverfl.data.federated import FederatedData
+    from quiverfl.engine.settings import RunSettings
+    from quiverfl.engine.simulate import simulate
+    from quiverfl.engine.simulation_run import ClientState, Run
+    from quiverfl.errors import Diverged, Interrupted, QuiverError
+    from quiverfl.memory import keep_freed_memory
+    from quiverfl.methods import (
+        APFL,
+        METHODS,
+        MOON,
+        OSGP,
+        SCAFFOLD,
+        DFedAvgM,
+        DFedAvgMP,
+        DFedPGP,
+        DFedPGPSAM,
+        DFedSAM,
+        DisPFL,
+        Ditto,
+        FedAvg,
+        FedBABU,
+        FedPer,
+        FedProto,
+        FedProx,
+        FedRep,
+        Interleaved,
+        Local,
+        Lookahead,
+        Loss,
+        Message,
+        Method,
+        Moment,
+        Once,
+        PerFedAvg,
+        PFedMe,
+        PushDIGing,
+        Start,
+        Train,
+        Trained,
+    )
+    from quiverfl.methods.options import (
+        Count,
+        Fraction,
+        NotNegative,
+        Number,
+        Positive,
+        UnitInterval,
+    )
+    from quiverfl.methods.state import Personal, Scalar, Shared
+    from quiverfl.task import Point, Seen, Task
+    from quiverfl.topologies import (
+        TOPOLOGIES,
+        Graph,
+        Topology,
+        custom,
+        directed_ring,
+        erdos_renyi,
+        exponential,
+        from_matrix,
+        from_networkx,
+        full,
+        grid,
+        isolated,
+        one_peer_exponential,
+        participating,
+        random_pull,
+        random_push,
+        random_regular,
+        ring,
+        star,
+        torus,
+    )
+    from quiverfl.training import Training
 
 __version__ = "0.1.0"
 
@@ -154,3 +162,96 @@ __all__ = [
     "star",
     "torus",
 ]
+
+_PLACES = {
+    "batch_order": "quiverfl.data.batches",
+    "FederatedData": "quiverfl.data.federated",
+    "RunSettings": "quiverfl.engine.settings",
+    "simulate": "quiverfl.engine.simulate",
+    "ClientState": "quiverfl.engine.simulation_run",
+    "Run": "quiverfl.engine.simulation_run",
+    "Diverged": "quiverfl.errors",
+    "Interrupted": "quiverfl.errors",
+    "QuiverError": "quiverfl.errors",
+    "keep_freed_memory": "quiverfl.memory",
+    "APFL": "quiverfl.methods",
+    "METHODS": "quiverfl.methods",
+    "MOON": "quiverfl.methods",
+    "OSGP": "quiverfl.methods",
+    "SCAFFOLD": "quiverfl.methods",
+    "DFedAvgM": "quiverfl.methods",
+    "DFedAvgMP": "quiverfl.methods",
+    "DFedPGP": "quiverfl.methods",
+    "DFedPGPSAM": "quiverfl.methods",
+    "DFedSAM": "quiverfl.methods",
+    "DisPFL": "quiverfl.methods",
+    "Ditto": "quiverfl.methods",
+    "FedAvg": "quiverfl.methods",
+    "FedBABU": "quiverfl.methods",
+    "FedPer": "quiverfl.methods",
+    "FedProto": "quiverfl.methods",
+    "FedProx": "quiverfl.methods",
+    "FedRep": "quiverfl.methods",
+    "Interleaved": "quiverfl.methods",
+    "Local": "quiverfl.methods",
+    "Lookahead": "quiverfl.methods",
+    "Loss": "quiverfl.methods",
+    "Message": "quiverfl.methods",
+    "Method": "quiverfl.methods",
+    "Moment": "quiverfl.methods",
+    "Once": "quiverfl.methods",
+    "PerFedAvg": "quiverfl.methods",
+    "PFedMe": "quiverfl.methods",
+    "PushDIGing": "quiverfl.methods",
+    "Start": "quiverfl.methods",
+    "Train": "quiverfl.methods",
+    "Trained": "quiverfl.methods",
+    "Count": "quiverfl.methods.options",
+    "Fraction": "quiverfl.methods.options",
+    "NotNegative": "quiverfl.methods.options",
+    "Number": "quiverfl.methods.options",
+    "Positive": "quiverfl.methods.options",
+    "UnitInterval": "quiverfl.methods.options",
+    "Personal": "quiverfl.methods.state",
+    "Scalar": "quiverfl.methods.state",
+    "Shared": "quiverfl.methods.state",
+    "Point": "quiverfl.task",
+    "Seen": "quiverfl.task",
+    "Task": "quiverfl.task",
+    "TOPOLOGIES": "quiverfl.topologies",
+    "Graph": "quiverfl.topologies",
+    "Topology": "quiverfl.topologies",
+    "custom": "quiverfl.topologies",
+    "directed_ring": "quiverfl.topologies",
+    "erdos_renyi": "quiverfl.topologies",
+    "exponential": "quiverfl.topologies",
+    "from_matrix": "quiverfl.topologies",
+    "from_networkx": "quiverfl.topologies",
+    "full": "quiverfl.topologies",
+    "grid": "quiverfl.topologies",
+    "isolated": "quiverfl.topologies",
+    "one_peer_exponential": "quiverfl.topologies",
+    "participating": "quiverfl.topologies",
+    "random_pull": "quiverfl.topologies",
+    "random_push": "quiverfl.topologies",
+    "random_regular": "quiverfl.topologies",
+    "ring": "quiverfl.topologies",
+    "star": "quiverfl.topologies",
+    "torus": "quiverfl.topologies",
+    "Training": "quiverfl.training",
+}
+"""Where each of them comes from; the same as the imports above, which type checkers read."""
+
+if not TYPE_CHECKING:  # for a type checker, a name that is not above is a mistake
+
+    def __getattr__(name: str) -> object:
+        if name in _PLACES:
+            value = getattr(import_module(_PLACES[name]), name)
+            globals()[name] = value  # the next use finds it there
+            return value
+        if name in {place.split(".")[1] for place in _PLACES.values()}:
+            return import_module(f"quiverfl.{name}")
+        raise AttributeError(f"module 'quiverfl' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_PLACES})

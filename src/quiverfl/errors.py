@@ -11,6 +11,22 @@ class QuiverError(Exception):
     """A mistake a person can act on; the command line prints it without a traceback."""
 
 
+class QuiverWarning(UserWarning):
+    """Something a person should know, though it stops nothing; the command line prints a line."""
+
+
+class CannotWrite(QuiverError):
+    """The disk did not take what was to be written."""
+
+
+class Stopped(QuiverError):
+    """Asked to stop, after so many complete rounds; everything up to there is in a checkpoint."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__(f"stopped after round {rounds}.")
+        self.rounds = rounds
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C in a simulation; `run` has what there was."""
 

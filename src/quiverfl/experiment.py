@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import simulate
 from quiverfl.engine.simulation_run import Run
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import adaptation
@@ -77,6 +77,7 @@ class Experiment:
         recorder: Recorder | None = None,
         folder: RunFolder | None = None,
         resume: Checkpoint | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> Run:
         return simulate(
             self.task,
@@ -89,6 +90,7 @@ class Experiment:
             resume=resume,
             checkpoint=None if folder is None else folder.save,
             borrowed=True,
+            stop=stop,
         )
 
 
@@ -97,30 +99,48 @@ def run_in_folder(
     path: Path,
     recorder: Recorder | None = None,
     dataset: Dataset | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    wait: bool = False,
 ) -> dict[str, Any]:
-    """Start a run in a new folder, or take up what is there; its summary.
+    """Start a run in a new folder, or resume what is there; its summary.
 
     A folder that holds a run of another configuration, or of other data under the same name, is
-    refused. A finished run is not repeated; its data may be gone.
+    refused. A finished run is not repeated; its data may be gone. A folder that another process
+    writes to is refused, or with `wait` waited for. Once `stop()` is true the run ends with
+    `Stopped` after the round it is in, and a checkpoint of it.
     """
     folder = RunFolder(path)
-    if folder.holds_run():
-        folder.check(config)
-        if folder.finished():
-            folder.check_inputs(
-                inputs_there(config, DataShelf()) if dataset is None else inputs_of(config, dataset)
-            )
-            return folder.summary()
-    found = load_data(config) if dataset is None else dataset
-    inputs = inputs_of(config, found)
-    folder.check_inputs(inputs)
-    experiment = Experiment.of(config, found)
-    experiment.check()
-    folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
-    resume = folder.resume()
-    with folder.recording(recorder) as both:
-        run = experiment.run(both, folder, resume)
-    return folder.close(run.summary, adaptation(experiment.method, experiment.task))
+    summary = _finished(config, folder, dataset)
+    if summary is not None:
+        return summary
+    with folder.alone(wait):
+        summary = _finished(config, folder, dataset)  # by whoever was waited for
+        if summary is not None:
+            return summary
+        found = load_data(config) if dataset is None else dataset
+        inputs = inputs_of(config, found)
+        folder.check_inputs(inputs)
+        experiment = Experiment.of(config, found)
+        experiment.check()
+        folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
+        resume = folder.resume()
+        if stop():
+            raise Stopped(0 if resume is None else resume.round)
+        with folder.recording(recorder) as both:
+            run = experiment.run(both, folder, resume, stop)
+        return folder.close(run.summary, adaptation(experiment.method, experiment.task))
+
+
+def _finished(config: Config, folder: RunFolder, dataset: Dataset | None) -> dict[str, Any] | None:
+    """The summary of a run that is over, if it is the one that is asked for."""
+    if not folder.holds_run():
+        return None
+    folder.check(config)
+    if not folder.finished():
+        return None
+    there = inputs_there(config, DataShelf()) if dataset is None else inputs_of(config, dataset)
+    folder.check_inputs(there)
+    return folder.summary()
 
 
 def make_method(config: Config) -> Method:

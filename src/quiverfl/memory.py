@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 HUGEPAGE = 14  # Linux's mman.h

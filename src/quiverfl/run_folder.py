@@ -7,36 +7,53 @@ checkpoints/  and at the end  history.parquet  rounds.parquet  summary.json
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import platform
+import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
 
 import quiverfl
+from quiverfl import durable, locks
 from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
-from quiverfl.engine.checkpoint import Checkpoint, checkpoints, prune
-from quiverfl.engine.history import History, Metrics, Record, Recorder, evaluates
-from quiverfl.errors import Diverged, QuiverError
+from quiverfl.engine.checkpoint import Checkpoint, DamagedCheckpoint, checkpoints, prune
+from quiverfl.engine.history import History, Recorder, evaluates
+from quiverfl.errors import CannotWrite, Diverged, QuiverError, QuiverWarning
 from quiverfl.experiment_keys import SCHEMA, first_identity, flat, run_settings
 from quiverfl.methods import METHODS, Method, method_title
 from quiverfl.methods.contract import Train
-from quiverfl.results.output_files import replace_file
 from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.run_files import evaluation, finish, read_json, read_lines
+from quiverfl.results.run_files import finish, read_json, read_lines
+from quiverfl.run_lines import appending, as_line, history_from
 from quiverfl.topologies.topology import Topology
 
 
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._checkpoints = path / "checkpoints"
+
+    @contextlib.contextmanager
+    def alone(self, wait: bool = False) -> Iterator[None]:
+        """Only this process writes here: another one is refused, or waited for.
+
+        Reading needs no lock.
+        """
+        with locks.alone(self.path, wait):
+            if self.holds_run():  # or what lies here half-written is somebody else's
+                for folder in (self.path, self._checkpoints):
+                    durable.remove_partial(folder)
+            yield
 
     def holds_run(self) -> bool:
         return (self.path / "config.json").is_file()
@@ -54,6 +71,8 @@ class RunFolder:
             raise QuiverError(f"{self.path}: not a run folder (it has no config.json).")
         path = self.path / "config.json"
         written = read_json(path)
+        if not self.finished():
+            self._check_version(str(written.get("quiver", "")))
         schema, tree = written.get("schema", 0), written.get("config", {})
         if schema not in (0, SCHEMA):
             raise QuiverError(
@@ -68,6 +87,15 @@ class RunFolder:
                 "the folder does not match it. Put it back, or start a new run in another folder."
             )
         return config
+
+    def _check_version(self, theirs: str) -> None:
+        """What a newer version meant by its files is not for this one to guess."""
+        if _version(theirs) > _version(quiverfl.__version__):
+            raise QuiverError(
+                f"{self.path} was written by Quiver {theirs}, and this is {quiverfl.__version__}: "
+                f"resume it with {theirs} or newer (pip install 'quiverfl>={theirs}'). "
+                "`quiver report` can still read it."
+            )
 
     def check(self, config: Config) -> None:
         """Refuse a configuration other than the one the folder was made with."""
@@ -98,16 +126,10 @@ class RunFolder:
         topology: Topology,
         method: Method,
     ) -> None:
-        """Make the folder and write what is known before the first round."""
-        if self.path.exists() and not self.path.is_dir():
-            raise QuiverError(f"{self.path} is a file: choose another --out.")
-        if not self.holds_run() and self.path.exists() and any(self.path.iterdir()):
-            raise QuiverError(f"{self.path} is not empty and not a run: choose another --out.")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QuiverError(f"{self.path}: cannot be made: {error.strerror}.") from error
+        """Write what is known before the first round."""
         if not self.holds_run():
+            if any(path.name != locks.NAME for path in self.path.iterdir()):
+                raise QuiverError(f"{self.path} is not empty and not a run: choose another --out.")
             text = {
                 "quiver": quiverfl.__version__,
                 "schema": SCHEMA,
@@ -118,14 +140,14 @@ class RunFolder:
                 "config": config.model_dump(mode="json"),
                 "topology": {"name": topology.name, **topology.options},
             }
-            replace_file(self.path / "config.json", _json(text))
+            self._write("config.json", _json(text))
         self._check_partition(partition)
         # Of an earlier try that diverged: this one may end otherwise.
         (self.path / "summary.json").unlink(missing_ok=True)
-        replace_file(self.path / "environment.json", _json(environment()))
+        self._write("environment.json", _json(environment()))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **partition.arrays())
-        replace_file(self.path / "partition.npz", buffer.getvalue())
+        self._write("partition.npz", buffer.getvalue())
 
     def _check_partition(self, partition: Partition) -> None:
         """Another version of Quiver or numpy may share the same data out otherwise."""
@@ -140,26 +162,54 @@ class RunFolder:
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise QuiverError(
                 f"{path} is damaged ({type(error).__name__}): put it back, or delete the folder "
-                "and run it anew."
+                "and run it again."
             ) from error
         if not same:
             raise QuiverError(
                 f"{path} gives clients other examples than this installation would: the run was "
-                "begun by another version of Quiver or numpy (environment.json says which). Go on "
-                "with that one, or start a new run in another folder."
+                "begun by another version of Quiver or numpy (environment.json says which). Resume "
+                "it with that one, or start a new run in another folder."
             )
 
     def save(self, checkpoint: Checkpoint) -> None:
-        checkpoint.save(self.path / "checkpoints")
-        prune(self.path / "checkpoints")
+        with self.writing():
+            written = checkpoint.save(self._checkpoints)
+            prune(self._checkpoints, written)
 
     def resume(self) -> Checkpoint | None:
-        """The newest checkpoint with the history up to it; later lines are cut off."""
-        found = checkpoints(self.path / "checkpoints")
-        round = 0 if not found else int(_read_round(found[-1]))
+        """The newest checkpoint that is whole, with the history up to it; later lines are cut off.
+
+        None if there never was one: the run starts at its first round.
+        """
+        checkpoint = self._newest()
+        round = 0 if checkpoint is None else checkpoint.round
         self._check_lines(round)
         history = self._cut(round)
-        return Checkpoint.load(found[-1], history) if found else None
+        return None if checkpoint is None else dataclasses.replace(checkpoint, history=history)
+
+    def _newest(self) -> Checkpoint | None:
+        damaged: list[str] = []
+        for path in reversed(checkpoints(self._checkpoints)):
+            try:
+                found = Checkpoint.load(path, History())
+            except DamagedCheckpoint as error:
+                damaged.append(f"{error.path.name}: {error.why}")
+                continue
+            if damaged:
+                warnings.warn(
+                    f"{self._checkpoints}: damaged ({'; '.join(damaged)}); resuming from the one "
+                    f"before, after round {found.round}.",
+                    QuiverWarning,
+                    stacklevel=2,
+                )
+            return found
+        if damaged:
+            raise QuiverError(
+                f"{self._checkpoints}: no checkpoint can be used ({'; '.join(damaged)}). Put the "
+                f"files back, or delete the folder {self._checkpoints}: `quiver resume "
+                f"{self.path}` then computes the run again from its first round."
+            )
+        return None
 
     def _check_lines(self, round: int) -> None:
         """Every round before a checkpoint was written down before it: a gap is damage."""
@@ -177,40 +227,55 @@ class RunFolder:
                 raise QuiverError(
                     f"{path} lacks round {min(missing) + 1}, which was recorded before the "
                     f"checkpoint after round {round}: the file was damaged. Put it back, or delete "
-                    "the folder and run it anew."
+                    "the folder and run it again."
                 )
 
     def _cut(self, round: int) -> History:
         """The history before this round; what came after it will be computed again."""
-        history = History()
+        kept = {}
         for name in ("history", "rounds"):
-            path = self.path / f"{name}.jsonl"
-            lines = [line for line in read_lines(path) if line["round"] < round]
-            replace_file(path, b"".join(_line(line) for line in lines))
-            for line in lines:
-                if name == "rounds":
-                    history.finished(line)
-                else:
-                    history.evaluated(*evaluation(line))
-        return history
+            lines = read_lines(self.path / f"{name}.jsonl")
+            kept[name] = [line for line in lines if line["round"] < round]
+            self._write(f"{name}.jsonl", b"".join(as_line(line) for line in kept[name]))
+        return history_from(kept["history"], kept["rounds"])
 
     @contextlib.contextmanager
     def recording(self, other: Recorder | None) -> Iterator[Recorder]:
         """Append every evaluation and round as it happens; note a divergence before it ends."""
         try:
-            with (
-                (self.path / "history.jsonl").open("a") as history,
-                (self.path / "rounds.jsonl").open("a") as rounds,
-            ):
-                yield _Appending(history, rounds, other)
+            with appending(self.path, self.writing, other) as both:
+                yield both
         except Diverged as error:
             text = {"finished": False, "diverged": {"round": error.round, "client": error.client}}
-            replace_file(self.path / "summary.json", _json({**text, "error": str(error)}))
+            self._write("summary.json", _json({**text, "error": str(error)}))
             raise
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever the disk refuses is one sentence; what it took before is enough to resume."""
+        try:
+            yield
+        except (OSError, CannotWrite) as problem:
+            cause = problem if isinstance(problem, OSError) else problem.__cause__
+            reason = getattr(cause, "strerror", None) or str(problem)
+            again = (
+                f"`quiver resume {self.path}` continues from the last checkpoint"
+                if self.holds_run()
+                else "run the same command again"
+            )
+            raise CannotWrite(
+                f"{self.path} cannot be written: {reason}. Nothing is lost: make room or make it "
+                f"writable, then {again}."
+            ) from problem
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self.writing():
+            durable.replace(self.path / name, content)
 
     def close(self, summary: dict[str, Any], adaptation: Train | None) -> dict[str, Any]:
         """Parquet and the summary; its presence says that the run is complete."""
-        finish(self.path)
+        with self.writing():
+            finish(self.path)
         written = read_json(self.path / "config.json")
         tuned = None if adaptation is None else f"{adaptation.epochs} epochs of fine-tuning"
         protocol = EvaluationProtocol(finetune=tuned)
@@ -222,26 +287,8 @@ class RunFolder:
             "protocol": protocol.record(),
             "finished": True,
         }
-        replace_file(self.path / "summary.json", _json(text))
+        self._write("summary.json", _json(text))
         return text
-
-
-class _Appending:
-    def __init__(self, history: TextIO, rounds: TextIO, other: Recorder | None) -> None:
-        self._history, self._rounds, self._other = history, rounds, other
-
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        values = {name: [_null(v) for v in column.tolist()] for name, column in metrics.items()}
-        self._history.write(_line({"round": round, "stage": stage, "metrics": values}).decode())
-        self._history.flush()
-        if self._other is not None:
-            self._other.evaluated(round, stage, metrics)
-
-    def finished(self, record: Record) -> None:
-        self._rounds.write(_line(record).decode())
-        self._rounds.flush()
-        if self._other is not None:
-            self._other.finished(record)
 
 
 def environment() -> dict[str, Any]:
@@ -275,17 +322,9 @@ def _difference(first: Config, second: Config) -> str:
     return "; ".join(keys[:3]) + ("; …" if len(keys) > 3 else "")
 
 
-def _read_round(path: Path) -> int:
-    return int(path.stem.removeprefix("round-"))
+def _version(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)[:3]]
 
 
 def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def _line(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, separators=(",", ":")) + "\n").encode()
-
-
-def _null(value: float) -> float | None:
-    return value if np.isfinite(value) else None

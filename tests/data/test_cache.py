@@ -18,7 +18,7 @@ from data_files import write_cifar10_binary
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.sources import load_dataset
 from quiverfl.data.sources.cache import fingerprint
-from quiverfl.data.sources.whole import ABANDONED, PARTIAL, whole
+from quiverfl.durable import ABANDONED, PARTIAL, whole
 
 
 def load(root: Path) -> Dataset:

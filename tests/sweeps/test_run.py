@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,14 +269,14 @@ def test_ctrl_c_ends_the_processes_and_leaves_cells_that_can_go_on(tmp_path: Pat
 def test_a_cell_that_another_sweep_runs_is_waited_for(tmp_path: Path) -> None:
     """The other one finishes it meanwhile; it is then not run again."""
     cell, places = plan(tmp_path, BASE).cells[0], Places(tmp_path / "runs")
-    places.lock(cell).parent.mkdir(parents=True)
+    run_in_folder(cell.config, tmp_path / "finished")
     told = Told()
-    with ThreadPoolExecutor(1) as pool, places.lock(cell).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = pool.submit(run_cells, [cell], places, 1, told)
-        wait_for(lambda: places.log(cell).exists())
-        run_in_folder(cell.config, places.run(cell))
-        assert told.rounds == {cell.name: []}
-        fcntl.flock(lock, fcntl.LOCK_UN)
+    with ThreadPoolExecutor(1) as pool:
+        with RunFolder(places.run(cell)).alone():
+            waiting = pool.submit(run_cells, [cell], places, 1, told)
+            wait_for(lambda: places.log(cell).exists())
+            shutil.copytree(tmp_path / "finished", places.run(cell), dirs_exist_ok=True)
+            time.sleep(0.5)
+            assert not waiting.done()
         assert [outcome.ending for outcome in waiting.result(60)] == ["finished"]
     assert told.rounds == {cell.name: []}

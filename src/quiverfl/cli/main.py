@@ -1,20 +1,114 @@
-"""The command `quiver`: one module per group of commands, errors as one line."""
+"""The command `quiver`: one module per group of commands, loaded when it is used.
+
+torch, pandas and scipy take seconds to import, and `--help`, `--version` or a typo need none.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.markup import escape
+try:
+    import errno
+    import importlib
+    import warnings
+    from typing import Annotated, Any, TextIO
 
-import quiverfl
-from quiverfl.cli import data, peer, report, reproduce, run, sweep, theory, topology, tune
-from quiverfl.errors import Diverged, QuiverError
-from quiverfl.memory import keep_freed_memory
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from typer.core import TyperCommand, TyperGroup
+    from typer.main import get_command, get_group
+
+    import quiverfl
+    from quiverfl.cli.plain_text import allow_any_encoding
+    from quiverfl.errors import Diverged, QuiverError, QuiverWarning
+    from quiverfl.memory import keep_freed_memory
+except KeyboardInterrupt:  # in the first moments, before there is a `main` to catch it
+    sys.exit(130)
+
+COMMANDS = {
+    "run": ("run", "run", "Run one experiment into a folder of its own."),
+    "resume": (
+        "run",
+        "resume",
+        "Resume an interrupted run; the numbers are those of an uninterrupted one.",
+    ),
+    "compare": (
+        "run",
+        "compare",
+        "Run several methods on the same data, model and seeds; a table and an HTML report.",
+    ),
+    "report": (
+        "report",
+        "report",
+        "Compare runs: one HTML file that needs no network, and a table.",
+    ),
+    "sweep": (
+        "sweep",
+        "sweep",
+        "Run a grid of experiments; started again it goes on where it was.",
+    ),
+    "tune": (
+        "tune",
+        "tune",
+        "Run every try, and print the best of each method as overrides for a configuration.",
+    ),
+    "reproduce": (
+        "reproduce",
+        "reproduce",
+        "Run what a table or figure of the paper needs, and write it beside the paper's numbers.",
+    ),
+    "theory": (
+        "theory",
+        "theory",
+        "Measure DFedPGP's rate, what connectivity is worth, and what push-sum conserves.",
+    ),
+    "methods": (
+        "run",
+        "methods",
+        "The methods, their options and the topology they are usually run on.",
+    ),
+    "topologies": (
+        "topology",
+        "topologies",
+        "List the topologies: their matrix, their options, and which methods can run on them.",
+    ),
+    "topology": ("topology", "app", "Measure and draw a topology."),
+    "data": ("data", "app", "List and fetch data sets."),
+    "peer": ("peer", "app", "Run as a peer between real machines."),
+    "partition": ("data", "partition_app", "Look at a partition."),
+}
+"""Module of quiverfl.cli, function or group in it, and the first sentence of its help."""
+
+
+class Late(TyperCommand):
+    """Stands for a command in lists; the command itself is loaded to parse its arguments."""
+
+    def __init__(self, name: str, module: str, attribute: str, help: str) -> None:
+        super().__init__(name, help=help)
+        self._module, self._attribute = module, attribute
+
+    def load(self) -> Any:
+        found = getattr(importlib.import_module(f"quiverfl.cli.{self._module}"), self._attribute)
+        if isinstance(found, typer.Typer):
+            return get_group(found)
+        alone = typer.Typer(add_completion=False)
+        alone.command(self.name)(found)
+        return get_command(alone)
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        return self.load().make_context(info_name, args, parent, **extra)
+
+
+class Commands(TyperGroup):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, (module, attribute, help) in COMMANDS.items():
+            self.add_command(Late(name, module, attribute, help))
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Decentralized personalized federated learning over directed graphs.",
     no_args_is_help=True,
     invoke_without_command=True,
@@ -32,34 +126,47 @@ def about(
         raise typer.Exit
 
 
-app.command("run")(run.run)
-app.command("resume")(run.resume)
-app.command("compare")(run.compare)
-app.command("report")(report.report)
-app.command("sweep")(sweep.sweep)
-app.command("tune")(tune.tune)
-app.command("reproduce")(reproduce.reproduce)
-app.command("theory")(theory.theory)
-app.command("methods")(run.methods)
-app.command("topologies")(topology.topologies)
-app.add_typer(topology.app, name="topology")
-app.add_typer(data.app, name="data")
-app.add_typer(peer.app, name="peer")
-app.add_typer(data.partition_app, name="partition")
-
-
 def main() -> None:
-    """Exit codes: 0 done, 2 something to mend, 3 training diverged, 130 interrupted (typer's)."""
-    errors = Console(stderr=True, highlight=False)
+    """Exit codes: 0 done, 2 something to fix, 3 training diverged, 130 interrupted (typer's),
+    143 stopped by SIGTERM."""
+    allow_any_encoding()
+    warnings.showwarning = _show_warning
     keep_freed_memory()
     try:
         app()
     except Diverged as error:
-        errors.print(f"[red]diverged:[/red] {escape(str(error))}", soft_wrap=True)
+        _say("diverged", error)
         sys.exit(3)
     except QuiverError as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        _say("error", error)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = f"{error.filename} cannot be written: " if error.filename else ""
+        _say("error", f"{place}{error.strerror}. Make room, then run the command again.")
+        sys.exit(2)
+
+
+def _say(what: str, error: object) -> None:
+    console = Console(stderr=True, highlight=False)
+    console.print(f"[red]{what}:[/red] {escape(str(error))}", soft_wrap=True)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Ours in one line, without the place in our source."""
+    if issubclass(category, QuiverWarning):
+        print(f"warning: {message}", file=file or sys.stderr)
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        print(text, end="", file=file or sys.stderr)
 
 
 if __name__ == "__main__":

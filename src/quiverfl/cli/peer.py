@@ -13,6 +13,7 @@ from rich.table import Table
 
 from quiverfl.cli.peer_certs import certs
 from quiverfl.errors import QuiverError
+from quiverfl.extras import require
 
 if TYPE_CHECKING:
     from quiverfl.peer.peer_folder import PeerFolder
@@ -24,7 +25,7 @@ Folder = Annotated[Path, typer.Argument(help="The peer's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 EXIT_STORE, EXIT_RESTORED, EXIT_UNDELIVERED, EXIT_INCOMPLETE = 4, 5, 6, 7
-"""Beside 0 done, 2 something to mend, 3 diverged: the disk; a restored backup; shares that could
+"""Beside 0 done, 2 something to fix, 3 diverged: the disk; a restored backup; shares that could
 not be delivered before the peer ended, safe in its outbox; an audit without every peer's store."""
 
 
@@ -46,6 +47,7 @@ def init(
     ] = None,
 ) -> None:
     """Make a peer's folder: configuration, roster, keys, and what is its own."""
+    require("peer", "quiver peer")
     from quiverfl.peer.peer_folder import OwnData, OwnSettings, make_folder
     from quiverfl.peer.roster import Roster
 
@@ -79,6 +81,7 @@ def run(
     ] = False,
 ) -> None:
     """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to go on."""
+    require("peer", "quiver peer")
     from quiverfl.peer.files import StoreError
     from quiverfl.peer.sender import RestoredBackup
     from quiverfl.peer.setup import log_to_stderr, run_peer
@@ -103,6 +106,7 @@ def run(
 @app.command("status")
 def status(folder: Folder, json_: AsJson = False) -> None:
     """What a running peer is doing."""
+    require("peer", "quiver peer")
     from quiverfl.peer.control import ask
     from quiverfl.peer.wire import Order
 
@@ -119,6 +123,7 @@ def status(folder: Folder, json_: AsJson = False) -> None:
 @app.command("leave")
 def leave(folder: Folder) -> None:
     """Let a running peer give all its mass away and end; its model is kept in its store."""
+    require("peer", "quiver peer")
     from quiverfl.peer.control import ask
     from quiverfl.peer.wire import Order
 
@@ -131,6 +136,7 @@ def evict(
     folder: Folder, peer: Annotated[str, typer.Argument(help="Whom to stop dealing with.")]
 ) -> None:
     """Stop dealing with a peer that is lost. Do it on every remaining peer."""
+    require("peer", "quiver peer")
     from quiverfl.peer.control import NotRunning, ask
     from quiverfl.peer.ledger import UNIT
     from quiverfl.peer.transactions import evict_at_rest
@@ -158,6 +164,7 @@ def audit(
     json_: AsJson = False,
 ) -> None:
     """Prove that no mass was lost or counted twice; exit code 1 if it was, 7 if a store lacks."""
+    require("peer", "quiver peer")
     from quiverfl.peer.audit import audit as audited
     from quiverfl.peer.peer_folder import STORE
     from quiverfl.peer.schema import read_statement
@@ -180,6 +187,7 @@ def export(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("model.safetensors"),
 ) -> None:
     """Write the personal model as safetensors, and how to load it."""
+    require("peer", "quiver peer")
     from quiverfl.cli.peer_export import export_model
 
     for line in export_model(_read(folder), out):
@@ -197,6 +205,7 @@ def demo(
     ),
 ) -> None:
     """A swarm on this machine: certificates, processes, a live table, an audit, a report."""
+    require("peer", "quiver peer")
     from quiverfl.cli.peer_demo import run_demo
 
     if mode not in ("sync", "async"):

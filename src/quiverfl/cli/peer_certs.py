@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quiverfl.errors import QuiverError
+from quiverfl.extras import require
 
 certs = typer.Typer(help="Keys and certificates of a run.", no_args_is_help=True)
 
@@ -21,6 +22,7 @@ def certs_init(
     peer: Annotated[list[str], typer.Option(help="NAME=HOST:PORT, once per peer, in order.")],
 ) -> None:
     """Make an authority, a key per peer (in AUTHORITY/NAME) and the roster."""
+    require("peer", "quiver peer")
     from quiverfl.peer import identity
     from quiverfl.peer.roster import ROSTER, Member, Roster
 
@@ -43,6 +45,7 @@ def certs_issue(
     address: Annotated[str, typer.Option(help="HOST:PORT of the new peer.")],
 ) -> None:
     """A key for one more peer, added to the roster."""
+    require("peer", "quiver peer")
     from dataclasses import replace
 
     from quiverfl.peer import identity
@@ -66,6 +69,7 @@ def certs_rotate(
     ] = False,
 ) -> None:
     """A new key for a peer; running peers take it without a restart."""
+    require("peer", "quiver peer")
     from quiverfl.peer import identity
     from quiverfl.peer.roster import ROSTER, Roster
 

@@ -13,14 +13,19 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
+from rich.text import Text
 
 from quiverfl.engine.history import Metrics, Record, Recorder
 
 SECONDS_BETWEEN_LINES = 5.0
+WIDTH_FOR_A_BAR = 120
 
 
 @contextlib.contextmanager
@@ -29,35 +34,45 @@ def progress(label: str, rounds: int, quiet: bool) -> Iterator[Recorder | None]:
     if quiet:
         yield None
     elif console.is_terminal:
-        columns = (
-            TextColumn("[bold]{task.description:<12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[score]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as display:
+        with Progress(*_columns(console.width), console=console) as display:
             yield _Bar(display, label, rounds)
     else:
         yield _Lines(console, label, rounds)
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """Rounds and times whole at any width; the score takes what is left, the bar only if much."""
+    columns: list[ProgressColumn] = [
+        TextColumn("[bold]{task.description:<10}", table_column=Column(no_wrap=True)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        _ScoreColumn(),
+    ]
+    return [columns[0], BarColumn(), *columns[1:]] if width >= WIDTH_FOR_A_BAR else columns
+
+
+class _ScoreColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields["score"]), no_wrap=True, overflow="ellipsis")
 
 
 class _Scores:
     """The newest mean over clients at each stage, in words."""
 
     def __init__(self) -> None:
-        self._latest: dict[str, str] = {}
+        self._name = ""
+        self._latest: dict[str, float] = {}
 
     def see(self, stage: str, metrics: Metrics) -> None:
-        name = "accuracy" if "accuracy" in metrics else "loss"
+        self._name = "accuracy" if "accuracy" in metrics else "loss"
         with np.errstate(all="ignore"):
-            values = metrics[name][~np.isnan(metrics[name])]
+            values = metrics[self._name][~np.isnan(metrics[self._name])]
         if len(values):
-            self._latest[stage] = f"{name} {values.mean():.4f} ({stage})"
+            self._latest[stage] = float(values.mean())
 
     def __str__(self) -> str:
-        return ", ".join(self._latest.values())
+        return f"{self._name} " + ", ".join(f"{v:.4f} {s}" for s, v in self._latest.items())
 
 
 class _Bar:

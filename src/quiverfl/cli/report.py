@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from quiverfl.errors import QuiverError
+from quiverfl.extras import require
 
 if TYPE_CHECKING:
     from quiverfl.results.groups import Group
@@ -49,6 +50,8 @@ def report(
     from quiverfl.results.html_report import write_report
     from quiverfl.results.terminal import print_comparison
 
+    if tensorboard is not None:
+        require("tensorboard", "--tensorboard")
     for path in table or []:
         _check_table(path)
     page = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"

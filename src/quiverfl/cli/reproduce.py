@@ -31,6 +31,7 @@ from quiverfl.cli.sweep import (
     list_cells,
     write_events,
 )
+from quiverfl.extras import require
 from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
 from quiverfl.paper.reproduce.selection import item_cells
 from quiverfl.paper.reproduce.variants import (
@@ -94,6 +95,8 @@ def reproduce(
     Started again after a crash it goes on where it was. Tables in the same folder share their
     finished cells.
     """
+    if tensorboard:
+        require("tensorboard", "--tensorboard")
     from quiverfl.paper.reproduce.write import Shown  # late: it loads matplotlib
 
     item = find_item(what)

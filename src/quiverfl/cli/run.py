@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +18,9 @@ from rich.table import Table
 
 from quiverfl.cli.progress import progress
 from quiverfl.config import Config, load_config
-from quiverfl.errors import Diverged, QuiverError
+from quiverfl.errors import Diverged, QuiverError, Stopped
+from quiverfl.extras import require
+from quiverfl.locks import alone
 from quiverfl.methods import METHODS, Method, find_method, method_title
 from quiverfl.results.output_files import file_name
 
@@ -24,6 +30,8 @@ Settings = Annotated[
 Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The summary as JSON on standard output.")]
+Stop = Callable[[], bool]
+TERMINATED = 128 + signal.SIGTERM
 
 
 def run(
@@ -37,6 +45,8 @@ def run(
     json_: AsJson = False,
 ) -> None:
     """Run one experiment into a folder of its own."""
+    if tensorboard:
+        require("tensorboard", "--tensorboard")
     settings = load_config(config, set_ or ())
     name = f"{config.stem}-{settings.method.name}-{settings.identity()[:8]}"
     folder = out or Path("runs") / name
@@ -53,7 +63,7 @@ def resume(
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
-    """Go on with an interrupted run; the numbers are those of an uninterrupted one."""
+    """Resume an interrupted run; the numbers are those of an uninterrupted one."""
     from quiverfl.run_folder import RunFolder
 
     existing = RunFolder(folder)
@@ -81,16 +91,12 @@ def compare(
     numbers = [settings.run.seed] if seeds is None else _numbers(seeds)
     folder = out or Path("runs") / f"{config.stem}-comparison"
     cells = [_cell(settings, name, seed, len(numbers) > 1) for name in names for seed in numbers]
-    summaries: dict[str, Any] = {}
-    diverged: list[Diverged] = []
-    for label, cell in cells:
-        try:
-            shown = _shown(cell, len(numbers) > 1)
-            summaries[label] = _run(cell, folder / label, shown, quiet or json_)
-        except Diverged as error:  # the others are still worth having
-            diverged.append(error.with_traceback(None))  # which would keep every state alive
-    page = folder / "report.html"
-    groups = write_report([folder / label for label, _ in cells], page)
+    again = "run the same `quiver compare` command again: it continues from the last checkpoints."
+    # One comparison at a time: the table and the report are made of all its runs.
+    with alone(folder), _told_how_to_continue(lambda: again) as stop:
+        summaries, diverged = _run_all(cells, folder, quiet or json_, stop)
+        page = folder / "report.html"
+        groups = write_report([folder / label for label, _ in cells], page)
     if json_:
         print(json.dumps(summaries))
     else:
@@ -98,6 +104,19 @@ def compare(
         Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
     if diverged:
         raise diverged[0]
+
+
+def _run_all(
+    cells: list[tuple[str, Config]], folder: Path, quiet: bool, stop: Stop
+) -> tuple[dict[str, Any], list[Diverged]]:
+    summaries: dict[str, Any] = {}
+    diverged: list[Diverged] = []
+    for label, cell in cells:
+        try:
+            summaries[label] = _run(cell, folder / label, label, quiet, stop)
+        except Diverged as error:  # the others are still worth having
+            diverged.append(error.with_traceback(None))  # which would keep every state alive
+    return summaries, diverged
 
 
 def methods(json_: AsJson = False) -> None:
@@ -125,7 +144,15 @@ def methods(json_: AsJson = False) -> None:
 
 
 def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
-    summary = _run(settings, folder, method_title(settings.method.name), quiet or json_)
+    from quiverfl.run_folder import RunFolder
+
+    def again() -> str:
+        if not RunFolder(folder).holds_run():
+            return "nothing was written yet: run the same command again."
+        return f"`quiver resume {folder}` continues from the last checkpoint."
+
+    with _told_how_to_continue(again) as stop:
+        summary = _run(settings, folder, method_title(settings.method.name), quiet or json_, stop)
     if json_:
         print(json.dumps(summary))
         return
@@ -139,18 +166,41 @@ def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
     console.print(f"run folder: [bold]{folder}[/bold]", soft_wrap=True)
 
 
-def _run(settings: Config, folder: Path, label: str, quiet: bool) -> dict[str, Any]:
+def _run(settings: Config, folder: Path, label: str, quiet: bool, stop: Stop) -> dict[str, Any]:
     from quiverfl.experiment import run_in_folder
-    from quiverfl.run_folder import RunFolder
 
+    with progress(label, settings.run.rounds, quiet) as watcher:
+        return run_in_folder(settings, folder, watcher, stop=stop)
+
+
+@contextlib.contextmanager
+def _told_how_to_continue(again: Callable[[], str]) -> Iterator[Stop]:
+    """Ctrl-C ends a run at once, SIGTERM after the round it is in: both say how to continue it.
+
+    A second SIGTERM ends the process at once; that loses no more than the rounds since the last
+    checkpoint.
+    """
+    asked = threading.Event()
+
+    def ask(number: int, frame: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGTERM, ask)
     try:
-        with progress(label, settings.run.rounds, quiet) as watcher:
-            return run_in_folder(settings, folder, watcher)
+        yield asked.is_set
     except KeyboardInterrupt:
-        if RunFolder(folder).holds_run():
-            words = f"interrupted; `quiver resume {folder}` goes on from the last checkpoint."
-            Console(stderr=True, highlight=False).print(escape(words), soft_wrap=True)
+        _say(f"interrupted; {again()}")
         raise
+    except Stopped as stopped:
+        _say(f"stopped by SIGTERM after round {stopped.rounds}; {again()}")
+        raise typer.Exit(TERMINATED) from stopped
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(words: str) -> None:
+    Console(stderr=True, highlight=False).print(escape(words), soft_wrap=True)
 
 
 def _refuse_unfinished(folder: Path) -> None:
@@ -158,9 +208,11 @@ def _refuse_unfinished(folder: Path) -> None:
 
     existing = RunFolder(folder)
     if existing.holds_run() and not existing.finished():
+        with existing.alone():  # or it is not interrupted: whoever is at work is named
+            pass
         raise QuiverError(
-            f"{folder} holds an interrupted run: `quiver resume {folder}` goes on with it; "
-            "to start anew choose another --out or delete the folder."
+            f"{folder} holds an interrupted run: `quiver resume {folder}` continues it; "
+            "to start again choose another --out or delete the folder."
         )
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from quiverfl.cli.overview import describe, overview
 from quiverfl.errors import QuiverError
+from quiverfl.extras import require
 from quiverfl.results import numbers
 from quiverfl.sweeps.checks import check_cells
 from quiverfl.sweeps.layout import Places
@@ -63,6 +64,8 @@ def sweep(
 
     Finished cells are skipped, interrupted ones resumed, and a cell that fails stops no other.
     """
+    if tensorboard:
+        require("tensorboard", "--tensorboard")
     plan = load_sweep(file, choice(methods, seeds, cases, set_))
     places = Places(out)
     carry_out(plan.cells, places, jobs, dry_run, estimated, retry, quiet or as_json)

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quiverfl.durable import replace, replacing
 from quiverfl.engine.exchange import Exchange
 from quiverfl.engine.history import History
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.tensors import write_tensors
 from quiverfl.errors import QuiverError
 from quiverfl.task import Point
+
+
+class DamagedCheckpoint(QuiverError):
+    """It cannot be used; `path` is the file at fault."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: damaged checkpoint ({why}).")
+        self.path, self.why = path, why
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +89,16 @@ class Checkpoint:
     def save(self, folder: Path) -> Path:
         """Write it; the path of its JSON file."""
         folder.mkdir(parents=True, exist_ok=True)
-        stem = f"round-{self.round:06d}"
-        temporary = folder / f"{stem}.safetensors.tmp"
-        digest = write_tensors(self.tensors, temporary)
-        _settle(temporary, folder / f"{stem}.safetensors")
+        path = folder / f"round-{self.round:06d}.json"
+        with replacing(path.with_suffix(".safetensors")) as draft:
+            digest = write_tensors(self.tensors, draft)
         text = {
             "round": self.round,
             "sha256": digest,
             "local_metrics": {str(row): m for row, m in self.local_metrics.items()},
         }
-        temporary = folder / f"{stem}.json.tmp"
-        temporary.write_text(json.dumps(text))
-        _settle(temporary, folder / f"{stem}.json")
-        return folder / f"{stem}.json"
+        replace(path, json.dumps(text).encode())
+        return path
 
     @classmethod
     def load(cls, path: Path, history: History) -> Checkpoint:
@@ -104,11 +109,15 @@ class Checkpoint:
             round, digest = int(text["round"]), str(text["sha256"])
             metrics = {int(row): dict(m) for row, m in text["local_metrics"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, str(error)) from error
-        if not tensors.exists():
-            raise _damaged(tensors, "the file is missing")
-        if _sha256(tensors) != digest:
-            raise _damaged(tensors, "its checksum is not the one recorded")
+            raise DamagedCheckpoint(path, "it does not describe a checkpoint") from error
+        try:
+            found = _sha256(tensors)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            why = "the file is missing" if missing else str(error.strerror)
+            raise DamagedCheckpoint(tensors, why) from error
+        if found != digest:
+            raise DamagedCheckpoint(tensors, "its checksum is not the one recorded")
         return cls(round, load_file(tensors), metrics, history)
 
 
@@ -117,36 +126,25 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("round-*.json"))
 
 
-def prune(folder: Path, keep: int = 2) -> None:
-    """Remove all but the newest; one more than one, so that a damaged newest is no loss."""
-    for path in checkpoints(folder)[:-keep]:
-        path.unlink(missing_ok=True)
-        path.with_suffix(".safetensors").unlink(missing_ok=True)
+def prune(folder: Path, newest: Path, keep: int = 2) -> None:
+    """Remove all but this one and those before it; one more, so that a damaged newest is no loss.
+
+    Later ones were damaged, or this one would not have been computed again. Tensors without a
+    description are of a save that was interrupted.
+    """
+    kept = [path for path in checkpoints(folder) if path <= newest][-keep:]
+    for path in checkpoints(folder):
+        if path not in kept:
+            path.unlink(missing_ok=True)
+    for path in folder.glob("round-*.safetensors"):
+        if not path.with_suffix(".json").exists():
+            path.unlink(missing_ok=True)
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _damaged(path: Path, why: str) -> QuiverError:
-    return QuiverError(
-        f"{path}: damaged checkpoint ({why}). Delete it to resume from the one before it, "
-        "or all of them to start again."
-    )
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _settle(temporary: Path, final: Path) -> None:
-    """Make the bytes durable, then the name."""
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(final)
-    folder = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

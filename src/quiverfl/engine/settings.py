@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from quiverfl.engine.history import evaluates
 from quiverfl.errors import QuiverError, nearest
 
 ExecutorName = Literal["auto", "vectorized", "sequential"]
@@ -66,7 +67,7 @@ class RunSettings:
         return cls(**options)
 
     def evaluates(self, round: int) -> bool:
-        return (round + 1) % self.evaluate_every == 0 or round == self.rounds - 1
+        return evaluates(round, self.evaluate_every, self.rounds)
 
     def checkpoints(self, round: int) -> bool:
         """Whether a checkpoint is due after this round."""

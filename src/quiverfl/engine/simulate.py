@@ -18,7 +18,7 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
-from quiverfl.errors import Diverged, Interrupted
+from quiverfl.errors import Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -40,6 +40,7 @@ def simulate(
     resume: Checkpoint | None = None,
     checkpoint: Callable[[Checkpoint], None] | None = None,
     borrowed: bool = False,
+    stop: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Run:
     """Run a method on federated data over a topology and return its history and models.
@@ -48,7 +49,8 @@ def simulate(
     has them all. `recorder` is told of every evaluation and round as it happens. `checkpoint` is
     given the whole state every `checkpoint_every` rounds and at the end, and `resume` takes it
     back: the result is that of an uninterrupted run. With `borrowed` it is the run's own memory,
-    for a function that writes it before it returns.
+    for a function that writes it before it returns. `stop` is asked after every round but the
+    last; once it is true, the state is given to `checkpoint` and `Stopped` raised.
 
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
@@ -67,9 +69,12 @@ def simulate(
         start = 0 if resume is None else resume.round
 
         def after_round(round: int) -> None:
-            if checkpoint is not None and settings.checkpoints(round):
+            stopping = round + 1 < settings.rounds and stop()
+            if checkpoint is not None and (stopping or settings.checkpoints(round)):
                 taken = Checkpoint.take(round + 1, shard, exchange, history)
                 checkpoint(taken if borrowed else taken.copy())
+            if stopping:
+                raise Stopped(round + 1)
 
         run = Run(task, data, shard, history)
         both = _Both(history, recorder)

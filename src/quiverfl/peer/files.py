@@ -1,15 +1,13 @@
-"""Writing files so that a power cut leaves either the old one or the new one."""
+"""A peer's files: what the disk refuses or gives back changed stops the peer with a sentence."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from quiverfl import durable
 from quiverfl.errors import QuiverError
-
-PART = ".part"
 
 
 class StoreError(QuiverError):
@@ -17,34 +15,11 @@ class StoreError(QuiverError):
 
 
 def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Temporary file, fsync, rename, fsync of the folder; on failure nothing is left behind."""
-    part = path.with_name(path.name + PART)
+    """The new file or the old one, durably, as only its owner may read; or a `StoreError`."""
     try:
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        try:
-            _write_all(handle, content)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        part.replace(path)
-        sync_folder(path.parent)
+        durable.replace(path, content, mode)
     except OSError as problem:
-        part.unlink(missing_ok=True)
         raise cannot_write(path.parent, problem) from problem
-
-
-def _write_all(handle: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(handle, view) :]
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_checked(path: Path, digest: str) -> bytes:
@@ -54,12 +29,12 @@ def read_checked(path: Path, digest: str) -> bytes:
     except OSError as problem:
         raise StoreError(
             f"cannot read {path}: {problem.strerror}. It belongs to the last commit; if the file "
-            "is lost, evict this peer on the others and let it join anew."
+            "is lost, evict this peer on the others and let it join again."
         ) from problem
     if hashlib.sha256(content).hexdigest() != digest:
         raise StoreError(
             f"{path} is not what was committed: its checksum differs. The disk or somebody changed "
-            "it; evict this peer on the others and let it join anew."
+            "it; evict this peer on the others and let it join again."
         )
     return content
 

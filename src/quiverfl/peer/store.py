@@ -6,7 +6,6 @@ method that changes something is one commit: it either happened entirely or not 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import secrets
 import sqlite3
@@ -14,11 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import safetensors.numpy
 
+from quiverfl.durable import remove_partial
 from quiverfl.errors import QuiverError
+from quiverfl.locks import Busy, Lock
 from quiverfl.peer import schema
 from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
@@ -63,6 +63,7 @@ class Store:
         self._trace = trace
         self._one_at_a_time = threading.Lock()
         self._lock = _locked(folder)
+        remove_partial(folder)
         self._database = sqlite3.connect(
             folder / schema.FILE, isolation_level=None, check_same_thread=False
         )
@@ -112,7 +113,7 @@ class Store:
 
     def close(self) -> None:
         self._database.close()
-        self._lock.close()
+        self._lock.release()
 
     # What is stored
 
@@ -245,14 +246,11 @@ class Store:
         remove_all_but(self.folder, named.__contains__)
 
 
-def _locked(folder: Path) -> TextIO:
+def _locked(folder: Path) -> Lock:
     """One process per store: a second one would count the same mass again."""
-    handle = open(folder / "lock", "w")  # noqa: SIM115 - held until the store is closed
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as problem:
-        handle.close()
+        return Lock(folder / "lock")
+    except Busy as busy:
         raise QuiverError(
-            f"{folder} is in use: this peer is running already, in another process."
-        ) from problem
-    return handle
+            f"{folder} is in use: this peer is running already, as {busy.holder}."
+        ) from busy

@@ -1,29 +1,20 @@
-"""Files that are either the old one or the new one, never half of either."""
+"""Files of results: written as a whole, with one sentence when that cannot be done."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import uuid
 from pathlib import Path
 
-from quiverfl.errors import QuiverError
+from quiverfl import durable
+from quiverfl.errors import CannotWrite
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write beside the target, flush to disk, rename."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    """The old file or the new one, never half of either; folders are made as needed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        durable.replace(path, content)
     except OSError as problem:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise QuiverError(f"{path} cannot be written: {problem.strerror}.") from problem
+        raise CannotWrite(f"{path} cannot be written: {problem.strerror}.") from problem
 
 
 def file_name(text: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from quiverfl.errors import QuiverError
+from quiverfl.extras import require
 from quiverfl.results.run_files import read_run
 from quiverfl.results.summary import STAGES, by_client, spread
 
@@ -29,14 +30,11 @@ def write_events(run_folder: Path, out: Path) -> int:
 
     Steps are rounds, counted from 1; times are those of the run.
     """
-    try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    except ImportError as problem:
-        raise QuiverError(
-            "TensorBoard is not installed: `pip install 'quiverfl[tensorboard]'` adds it."
-        ) from problem
+    require("tensorboard", "writing event files")
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
     if out.is_dir() and any(out.glob("*tfevents*")):
         raise QuiverError(f"{out} holds event files already: choose another folder.")
     run = read_run(run_folder)

@@ -7,15 +7,12 @@ says, in lines of JSON, when a round is over and how a cell ended.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +25,7 @@ from quiverfl.experiment import DataShelf, run_in_folder
 from quiverfl.memory import keep_freed_memory
 
 Order = dict[str, Any]
-"""config, and the paths folder, lock and log."""
+"""config, and the paths folder and log."""
 
 DIVERGED, REFUSED, BROKEN = 3, 2, 1
 """How a cell ends if not with 0; as the command line's exit codes."""
@@ -60,8 +57,9 @@ def run(order: Order, data: DataShelf, said: TextIO) -> tuple[int, str]:
     """Carry out one order: 0, or what went wrong and why. The data stays for the next one."""
     try:
         config = parse(order["config"])
-        with _alone(Path(order["lock"])):
-            run_in_folder(config, Path(order["folder"]), _Telling(said), data.take(config))
+        # Wait while another sweep runs the same cell; what it finished is not repeated.
+        found = data.take(config)
+        run_in_folder(config, Path(order["folder"]), _Telling(said), found, wait=True)
     except QuiverError as error:
         if error.__cause__ is not None:  # what a library or one's own code raised: for the log
             traceback.print_exc()
@@ -73,15 +71,6 @@ def run(order: Order, data: DataShelf, said: TextIO) -> tuple[int, str]:
         sys.stderr.flush()
         return BROKEN, f"{type(error).__name__}: {error} (see {order['log']})"
     return 0, ""
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait while another sweep runs the same cell; what it finished is not repeated."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class _Telling:

@@ -45,9 +45,6 @@ class Places:
                     found[RunFolder(path.parent).config().identity()] = path.parent
         return found
 
-    def lock(self, cell: Cell) -> Path:
-        return self.root / "cells" / ".locks" / cell.name
-
     def log(self, cell: Cell) -> Path:
         return self.root / "logs" / f"{cell.name}.log"
 

@@ -189,13 +189,8 @@ class _Crew:
     def _order(self, cell: Cell) -> str:
         threads = cell.config.run.threads or self._threads
         config = cell.config.with_values([("run.threads", threads)])
-        paths = {
-            "folder": self._places.run(cell),
-            "lock": self._places.lock(cell),
-            "log": self._places.log(cell),
-        }
-        texts = {name: str(path) for name, path in paths.items()}
-        return json.dumps({**texts, "config": config.model_dump(mode="json")})
+        paths = {"folder": str(self._places.run(cell)), "log": str(self._places.log(cell))}
+        return json.dumps({**paths, "config": config.model_dump(mode="json")})
 
 
 def _make(folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.whole import whole, workplace
+from quiverfl.durable import whole, workplace
 from quiverfl.errors import QuiverError
 
 FOLDER = ".quiver-cache"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from quiverfl.data.sources.whole import whole, workplace
+from quiverfl.durable import whole, workplace
 from quiverfl.errors import QuiverError
 
 CHUNK = 1 << 18

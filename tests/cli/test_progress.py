@@ -1,0 +1,32 @@
+"""What is shown while a run goes, on a terminal of any width."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from quiverfl.cli.progress import progress
+
+CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("label", ["dfedpgp", "dfedavgmp-seed10"])
+def test_rounds_and_time_are_always_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, label: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress(label, 200, quiet=False) as watcher:
+        assert watcher is not None
+        for round in range(40):
+            for stage in ("local", "mixed"):
+                metrics = {"accuracy": np.full(3, 0.8312), "loss": np.full(3, 1.0)}
+                watcher.evaluated(round, stage, metrics)
+            watcher.finished({"round": round})
+    last = CODES.sub("", capsys.readouterr().err).replace("\r", "\n").rstrip().splitlines()[-1]
+    assert len(last) <= width
+    assert re.match(rf"{label} .*40/200 0:00:0\d \S+ +acc", last)
+    assert ("0.8312 local, 0.8312 mixed" in last) == (width >= 80)
