@@ -251,7 +251,7 @@ def test_resuming_ends_with_the_same_numbers(tmp_path: Path) -> None:
 def test_a_folder_read_is_the_run_in_memory(tmp_path: Path, rounds: int) -> None:
     some = config(run__rounds=rounds, run__evaluate_every=2)
     run_in_folder(some, tmp_path / "run")
-    memory, read = Experiment.of(some).run(), read_run(tmp_path / "run")
+    memory, read = Experiment.of(some).simulation.run(), read_run(tmp_path / "run")
     timed = [name for name in read.rounds.columns if name.endswith("seconds")]
     assert_frame_equal(memory.history, read.history, check_dtype=rounds > 0)
     assert_frame_equal(

@@ -16,12 +16,9 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
-from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.simulate import simulate
-from quiverfl.engine.simulation_run import Run
+from quiverfl.engine.simulate import Simulation
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method
@@ -64,33 +61,14 @@ class Experiment:
         return cls(config, make_task(config, found), data, shares, method, topology)
 
     @cached_property
-    def settings(self) -> RunSettings:
-        return settings_of(self.config, self.data.clients)
-
-    def check(self) -> None:
-        """Refuse what cannot work together, before anything is written."""
-        training = self.config.training.training()
-        check_fit(self.task, self.data, self.method, self.topology, training, self.settings)
-
-    def run(
-        self,
-        recorder: Recorder | None = None,
-        folder: RunFolder | None = None,
-        resume: Checkpoint | None = None,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Run:
-        return simulate(
+    def simulation(self) -> Simulation:
+        return Simulation(
             self.task,
             self.data,
-            method=self.method,
-            topology=self.topology,
-            training=self.config.training.training(),
-            settings=self.settings,
-            recorder=recorder,
-            resume=resume,
-            checkpoint=None if folder is None else folder.save,
-            borrowed=True,
-            stop=stop,
+            self.method,
+            self.topology,
+            self.config.training.training(),
+            settings_of(self.config, self.data.clients),
         )
 
 
@@ -121,13 +99,13 @@ def run_in_folder(
         inputs = inputs_of(config, found)
         folder.check_inputs(inputs)
         experiment = Experiment.of(config, found)
-        experiment.check()
+        experiment.simulation.check()
         folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
         resume = folder.resume()
         if stop():
             raise Stopped(0 if resume is None else resume.round)
         with folder.recording(recorder) as both:
-            run = experiment.run(both, folder, resume, stop)
+            run = experiment.simulation.run(both, resume, folder.save, stop)
         return folder.close(run.summary, adaptation(experiment.method, experiment.task))
 
 

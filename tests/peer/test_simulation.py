@@ -70,7 +70,7 @@ def test_sync_peers_equal_the_simulation(
     run_processes(folders, 60)
     experiment = Experiment.of(configuration(folders["peer-0"]))
     with torch.random.fork_rng():
-        run = experiment.run()
+        run = experiment.simulation.run()
     history = run.history
     for name, folder in folders.items():
         store = Store.open(folder.store)

@@ -94,7 +94,7 @@ def compare(
     again = "run the same `quiver compare` command again: it continues from the last checkpoints."
     # One comparison at a time: the table and the report are made of all its runs.
     with alone(folder), _told_how_to_continue(lambda: again) as stop:
-        summaries, diverged = _run_all(cells, folder, quiet or json_, stop)
+        summaries, diverged = _run_all(cells, folder, len(numbers) > 1, quiet or json_, stop)
         page = folder / "report.html"
         groups = write_report([folder / label for label, _ in cells], page)
     if json_:
@@ -107,15 +107,17 @@ def compare(
 
 
 def _run_all(
-    cells: list[tuple[str, Config]], folder: Path, quiet: bool, stop: Stop
+    cells: list[tuple[str, Config]], folder: Path, several: bool, quiet: bool, stop: Stop
 ) -> tuple[dict[str, Any], list[Diverged]]:
     summaries: dict[str, Any] = {}
     diverged: list[Diverged] = []
     for label, cell in cells:
         try:
-            summaries[label] = _run(cell, folder / label, label, quiet, stop)
+            shown = _shown(cell, several)
+            summaries[label] = _run(cell, folder / label, shown, quiet, stop)
         except Diverged as error:  # the others are still worth having
-            diverged.append(error.with_traceback(None))  # which would keep every state alive
+            error.run = None  # it and the traceback would keep every state alive
+            diverged.append(error.with_traceback(None))
     return summaries, diverged
 
 

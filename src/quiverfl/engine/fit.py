@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.settings import RunSettings
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Interleaved, Method, Once, Phase, Train
 from quiverfl.task import Task
 from quiverfl.topologies.graph import Graph
@@ -46,6 +47,10 @@ def check_fit(
     check_phases(method, method.phases(task), epochs is not None)
     fitting(method, topology(0))
     _check_model(task, data)
+    for key in method.unused:
+        if getattr(training, key) != getattr(Training(), key):
+            text = f"{method.title} has no use for training.{key} = {getattr(training, key)}."
+            warnings.warn(text, QuiverWarning, stacklevel=3)
 
 
 def declared(method: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,57 @@ SMALL_WORK = 20_000_000
 """Products in a step of all clients together below which threads wait more than they work."""
 
 
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Everything a run in one process needs, ready to be checked and carried out."""
+
+    task: Task
+    data: FederatedData
+    method: Method
+    topology: Topology
+    training: Training
+    settings: RunSettings
+
+    def check(self) -> None:
+        """Refuse what cannot work together, before anything is computed or written."""
+        check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
+
+    def run(
+        self,
+        recorder: Recorder | None = None,
+        resume: Checkpoint | None = None,
+        checkpoint: Callable[[Checkpoint], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Run:
+        """As `simulate` says, but unchecked, and a checkpoint is the run's own memory: `checkpoint`
+        must write it, or copy it, before it returns."""
+        settings = self.settings
+        with _threads(settings.threads or _useful_threads(self.task, self.data, self.training)):
+            shard = Shard(self.task, self.data, self.method, self.training, settings)
+            exchange, history, start = MatrixExchange(self.method.delay), History(), 0
+            if resume is not None:
+                resume.apply(shard, exchange)
+                history, start = resume.history.copy(), resume.round
+
+            def after_round(round: int) -> None:
+                stopping = round + 1 < settings.rounds and stop()
+                if checkpoint is not None and (stopping or settings.checkpoints(round)):
+                    checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
+                if stopping:
+                    raise Stopped(round + 1)
+
+            run = Run(self.task, self.data, shard, history)
+            both = _Both(history, recorder)
+            try:
+                play(shard, exchange, self.topology, both, settings, start, after_round)
+            except Diverged as error:
+                error.run = run
+                raise
+            except KeyboardInterrupt as error:
+                raise Interrupted(run) from error
+        return run
+
+
 def simulate(
     task: Task,
     data: FederatedData,
@@ -39,7 +91,6 @@ def simulate(
     recorder: Recorder | None = None,
     resume: Checkpoint | None = None,
     checkpoint: Callable[[Checkpoint], None] | None = None,
-    borrowed: bool = False,
     stop: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Run:
@@ -48,8 +99,7 @@ def simulate(
     `options` are fields of RunSettings (rounds, seed, dtype, threads, executor, …), or `settings`
     has them all. `recorder` is told of every evaluation and round as it happens. `checkpoint` is
     given the whole state every `checkpoint_every` rounds and at the end, and `resume` takes it
-    back: the result is that of an uninterrupted run. With `borrowed` it is the run's own memory,
-    for a function that writes it before it returns. `stop` is asked after every round but the
+    back: the result is that of an uninterrupted run. `stop` is asked after every round but the
     last; once it is true, the state is given to `checkpoint` and `Stopped` raised.
 
     A run that diverges or is interrupted raises; the error's `run` has what there was.
@@ -58,34 +108,10 @@ def simulate(
         settings = RunSettings.of(options)
     elif options:
         raise TypeError(f"give settings or {', '.join(options)}, not both")
-    check_fit(task, data, method, topology, training, settings)
-    with _threads(settings.threads or _useful_threads(task, data, training)):
-        shard = Shard(task, data, method, training, settings)
-        exchange = MatrixExchange(method.delay)
-        history = History()
-        if resume is not None:
-            resume.apply(shard, exchange)
-            history = resume.history.copy()
-        start = 0 if resume is None else resume.round
-
-        def after_round(round: int) -> None:
-            stopping = round + 1 < settings.rounds and stop()
-            if checkpoint is not None and (stopping or settings.checkpoints(round)):
-                taken = Checkpoint.take(round + 1, shard, exchange, history)
-                checkpoint(taken if borrowed else taken.copy())
-            if stopping:
-                raise Stopped(round + 1)
-
-        run = Run(task, data, shard, history)
-        both = _Both(history, recorder)
-        try:
-            play(shard, exchange, topology, both, settings, start=start, after_round=after_round)
-        except Diverged as error:
-            error.run = run
-            raise
-        except KeyboardInterrupt as error:
-            raise Interrupted(run) from error
-    return run
+    simulation = Simulation(task, data, method, topology, training, settings)
+    simulation.check()
+    keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
+    return simulation.run(recorder, resume, keep, stop)
 
 
 class _Both:

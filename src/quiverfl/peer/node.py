@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import safetensors.numpy
 
+from quiverfl.engine.history import evaluates
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
@@ -271,8 +272,7 @@ class Node:
         return self.settings.mode == "sync"
 
     async def _evaluated(self, t: int, stage: str) -> dict[str, float]:
-        last = t + 1 >= self.settings.rounds
-        if (t + 1) % self.settings.evaluate_every and not last:
+        if not evaluates(t, self.settings.evaluate_every, self.settings.rounds):
             return {}
         return await self.off_loop(self.learner.evaluate, t, stage)
 

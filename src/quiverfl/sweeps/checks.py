@@ -42,7 +42,7 @@ def check_cells(cells: Sequence[Cell]) -> Reasons:
                 check_alone(config, clients)
                 if dataset is not None:
                     experiment = Experiment.of(config, dataset)
-                    experiment.check()
+                    experiment.simulation.check()
                     # The partition and the model are good, so for the others too.
                     clients, dataset = experiment.data.clients, None
             except QuiverError as error:
