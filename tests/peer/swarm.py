@@ -43,7 +43,7 @@ class Quadratic:
         self._mass = np.float32(1.0)
         self.manifest = Manifest.of({"u": self._u})
 
-    def train(self, round: int, active: bool) -> None:
+    def train(self, round: int, active: bool, share: float = 1.0) -> None:
         time.sleep(self._seconds)
         z = self._u / self._mass
         self._u = self._u - self._rate * self._mass * (z - self._target)
