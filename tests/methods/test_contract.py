@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import quiverfl as qv
+from quiverfl.engine.features import head_is_last
 from quiverfl.methods.parts import train_personal, train_whole
+from quiverfl.models import MODELS, make_model
 from small import CLIENTS, REGULAR, STAR, TRAINING, simulate, states, tiny_data, tiny_task
 
 ROOT = Path(qv.__file__).parent
@@ -443,10 +445,35 @@ class Twice(Plain):
         return self.head(self.body(x)) + self.head(self.body(-x))
 
 
+class ChangedAfterwards(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.head(self.body(x))
+        outputs.clamp_(-0.1, 0.1)
+        return outputs
+
+
+class Tied(Plain):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.head = nn.Linear(5, 5)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), self.head)
+
+
 @pytest.mark.parametrize("executor", ["vectorized", "sequential"])
 @pytest.mark.parametrize(
     "model",
-    [Plain, Clamped, ClampedInPlace, ReadsHead, ReadsHeadUnseen, Keyword, TwoArguments, Twice],
+    [
+        Plain,
+        Clamped,
+        ClampedInPlace,
+        ChangedAfterwards,
+        ReadsHead,
+        ReadsHeadUnseen,
+        Keyword,
+        TwoArguments,
+        Twice,
+        Tied,
+    ],
 )
 @pytest.mark.parametrize("method", [qv.DFedPGP(personal_epochs=3), qv.FedRep(4, 1)], ids=str)
 def test_a_head_is_trained_as_if_no_features_were_kept(
@@ -476,6 +503,35 @@ def test_a_head_is_trained_as_if_no_features_were_kept(
     assert proven == [model is Plain, False]
     for one, other in zip(shortened, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+class Branching(Plain):
+    """Clamped for some inputs only: no call shows it, and no graph can be made of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.head(self.body(x))
+        return outputs.clamp(-0.1, 0.1) if float(x.abs().max()) > 2 else outputs
+
+
+class Deep(Plain):
+    """A head of several layers is a head all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "proven"), [(Plain, True), (Deep, True), (Branching, False), (Tied, False)]
+)
+def test_the_graph_of_the_call_is_the_proof(model: Any, proven: bool) -> None:
+    assert head_is_last(model(), "head") is proven
+    assert not head_is_last(model(), None)
+
+
+def test_the_packages_models_have_proof() -> None:
+    for name in MODELS:
+        assert head_is_last(make_model(name, (3, 32, 32), 10), "head"), name
 
 
 # --- frozen parameters and impure models --------------------------------------------------------

@@ -91,15 +91,14 @@ class Trainer:
         shared = task.shared_layout.size if phase.part != "personal" else 0
         return shared + (task.personal_layout.size if phase.part != "shared" else 0) > 0
 
-    def trains_on_features(self, phase: Train, point: Point, rows: Integers) -> bool:
+    def trains_on_features(self, phase: Train) -> bool:
         """Whether a head is trained on a body that stands still, and nothing else looks at it."""
         hooked = phase.loss or phase.at or phase.lookahead or phase.gradient
         if phase.part != "personal" or hooked or self.context.examples.augmented:
             return False
         if self._head_is_last is None:
-            x, _ = self.context.examples.gather(rows[:1], np.zeros((1, 1), dtype=np.int64))
-            one = Point(*(part[0] for part in point))
-            self._head_is_last = head_is_last(self.context.program(), one, x[0])
+            task = self.context.task
+            self._head_is_last = head_is_last(task.skeleton, task.head)
         return self._head_is_last
 
 
@@ -136,7 +135,7 @@ class _Way:
         start = moving = torch.vmap(phase.point)(state)
         source: Source = context.examples
         programs: Callable[[int], Program] = context.program
-        if self.trainer.trains_on_features(phase, start, self.rows):
+        if self.trainer.trains_on_features(phase):
             program = context.program()
             source = HeadFeatures.of(context.executor, program, context.examples, start, self.rows)
             head = program.head_alone()
