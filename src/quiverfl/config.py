@@ -284,9 +284,22 @@ def _refuse_unknown_keys(
         return  # a model's options are checked against the model's own
     for key, value in values.items():
         if key not in known:
-            raise QuiverError(f"{source}: unknown key {section}.{key}; {nearest(key, known)}")
+            hint = _untyped(str(values.get("name", "")), key) if section == "method" else ""
+            raise QuiverError(
+                f"{source}: unknown key {section}.{key}; {hint or nearest(key, known)}"
+            )
         if isinstance(value, bool) and key in kind.model_fields:
             _refuse_truth(f"{source}: {section}.{key}", value, kind.model_fields[key])
+
+
+def _untyped(name: str, key: str) -> str:
+    """Why a method of the person's own does not take an option that its class seems to have."""
+    kind = find_method(name) if is_reference(name) else None
+    if not isinstance(kind, type) or not hasattr(kind, key):
+        return ""
+    if "__dataclass_fields__" not in vars(kind):
+        return f"{kind.__name__} is no dataclass: put @dataclass(frozen=True) above it."
+    return f"{kind.__name__}.{key} has no type, so it is no option: write {key}: float = … ."
 
 
 def _refuse_truth(key: str, value: bool, field: FieldInfo) -> None:

@@ -56,6 +56,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     It continues a sentence, after a semicolon or a colon.
     """
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     guess = f"did you mean {close[0]!r}? Known" if close else "known"
     return f"{guess} are {', '.join(names)}."

@@ -95,6 +95,7 @@ def run_in_folder(
         summary = _finished(config, folder, dataset)  # by whoever was waited for
         if summary is not None:
             return summary
+        folder.clear_unstarted()
         found = load_data(config) if dataset is None else dataset
         inputs = inputs_of(config, found)
         folder.check_inputs(inputs)
@@ -111,7 +112,7 @@ def run_in_folder(
 
 def _finished(config: Config, folder: RunFolder, dataset: Dataset | None) -> dict[str, Any] | None:
     """The summary of a run that is over, if it is the one that is asked for."""
-    if not folder.holds_run():
+    if not folder.started():
         return None
     folder.check(config)
     if not folder.finished():

@@ -58,6 +58,18 @@ class RunFolder:
     def holds_run(self) -> bool:
         return (self.path / "config.json").is_file()
 
+    def started(self) -> bool:
+        """Whether anything was computed that could be resumed, or be shown."""
+        rounds = self.path / "rounds.jsonl"
+        lines = rounds.exists() and rounds.stat().st_size > 0
+        return self.holds_run() and (lines or self.summary() != {})
+
+    def clear_unstarted(self) -> None:
+        """A run that ended before its first round may be replaced by another one."""
+        if self.holds_run() and not self.started():
+            for name in ("config.json", "environment.json", "partition.npz"):
+                (self.path / name).unlink(missing_ok=True)
+
     def finished(self) -> bool:
         return bool(self.summary().get("finished"))
 

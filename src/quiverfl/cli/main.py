@@ -46,7 +46,7 @@ COMMANDS = {
     "sweep": (
         "sweep",
         "sweep",
-        "Run a grid of experiments; started again it goes on where it was.",
+        "Run a grid of experiments; started again, it resumes.",
     ),
     "tune": (
         "tune",
@@ -153,6 +153,9 @@ def _say(what: str, error: object) -> None:
     console.print(f"[red]{what}:[/red] {escape(str(error))}", soft_wrap=True)
 
 
+_said: set[str] = set()
+
+
 def _show_warning(
     message: Warning | str,
     category: type[Warning],
@@ -163,6 +166,9 @@ def _show_warning(
 ) -> None:
     """Ours in one line, without the place in our source."""
     if issubclass(category, QuiverWarning):
+        if str(message) in _said:
+            return  # the same run is checked before it is started
+        _said.add(str(message))
         print(f"warning: {message}", file=file or sys.stderr)
     else:
         text = warnings.formatwarning(message, category, filename, lineno, line)

@@ -48,7 +48,7 @@ def run(
     if tensorboard:
         require("tensorboard", "--tensorboard")
     settings = load_config(config, set_ or ())
-    name = f"{config.stem}-{settings.method.name}-{settings.identity()[:8]}"
+    name = f"{config.stem}-{file_name(settings.method.name)}-{settings.identity()[:8]}"
     folder = out or Path("runs") / name
     _refuse_unfinished(folder)
     _finish(settings, folder, quiet, json_)
@@ -91,6 +91,7 @@ def compare(
     numbers = [settings.run.seed] if seeds is None else _numbers(seeds)
     folder = out or Path("runs") / f"{config.stem}-comparison"
     cells = [_cell(settings, name, seed, len(numbers) > 1) for name in names for seed in numbers]
+    _check_all(cells, folder)
     again = "run the same `quiver compare` command again: it continues from the last checkpoints."
     # One comparison at a time: the table and the report are made of all its runs.
     with alone(folder), _told_how_to_continue(lambda: again) as stop:
@@ -104,6 +105,17 @@ def compare(
         Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
     if diverged:
         raise diverged[0]
+
+
+def _check_all(cells: list[tuple[str, Config]], folder: Path) -> None:
+    """A mistake in the last method is found before the first one has run."""
+    from quiverfl.experiment import DataShelf, Experiment
+    from quiverfl.run_folder import RunFolder
+
+    shelf = DataShelf()
+    for label, cell in {cell.method.name: (label, cell) for label, cell in cells}.values():
+        if not RunFolder(folder / label).finished():
+            Experiment.of(cell, shelf.take(cell)).simulation.check()
 
 
 def _run_all(
@@ -209,7 +221,7 @@ def _refuse_unfinished(folder: Path) -> None:
     from quiverfl.run_folder import RunFolder
 
     existing = RunFolder(folder)
-    if existing.holds_run() and not existing.finished():
+    if existing.started() and not existing.finished():
         with existing.alone():  # or it is not interrupted: whoever is at work is named
             pass
         raise QuiverError(

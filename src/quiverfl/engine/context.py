@@ -46,14 +46,16 @@ class PhaseContext:
     device: torch.device
     seed: int
     rounds: int
+    _template: Program = field(init=False)
     _programs: dict[tuple[int, int], Program] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._template = Program.of(self.task, self.dtype, self.device)
 
     def program(self, slot: int = 0) -> Program:
         """The worker's own, as a module can be bound to one model at a time."""
         here = (worker_place(), slot)
         if here not in self._programs:
-            first = next(iter(self._programs.values()), None)
-            self._programs[here] = (
-                Program.of(self.task, self.dtype, self.device) if first is None else first.another()
-            )
+            # Of one that nobody computes on: a copy made meanwhile would be of a model in use.
+            self._programs[here] = self._template.another()
         return self._programs[here]

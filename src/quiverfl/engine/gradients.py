@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.engine.context import PhaseContext
+from quiverfl.engine.lifting import lift_point
 from quiverfl.engine.stepper import weights_of
 from quiverfl.methods.contract import Part
 from quiverfl.methods.state import fields_of
@@ -38,7 +39,7 @@ def gradient_norms(shard: Shard) -> dict[str, float]:
     shared = torch.zeros_like(mean, dtype=torch.float64)
     personal = 0.0
     for group in shard.groups(np.arange(len(shard.ids))):
-        own: Point = torch.vmap(shard.method.personal)(shard.rows(group.rows))
+        own = lift_point(shard.method.personal)(shard.rows(group.rows))
         agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
         common = Point(agreed, own.personal)
         shared += full_gradient(context, common, "shared", group.rows).sum(dim=0)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.lifting import lift, lift_point
 from quiverfl.engine.optimizer import Buffers, Descent, Rates
 from quiverfl.engine.programs import Executor, Losses, Program
 from quiverfl.methods.contract import Loss, Train
@@ -110,10 +111,10 @@ class Stepper:
         phase = self._phase
         before = None
         if phase.at is not None:
-            before = self._move(k, torch.vmap(phase.at)(self._here(k), self._first(k)))
+            before = self._move(k, lift_point(phase.at)(self._here(k), self._first(k)))
         if phase.lookahead is not None:
             uphill = self._halves(self._taken(k, *first))
-            there = torch.vmap(phase.lookahead.to)(uphill, self._here(k), self._first(k))
+            there = lift_point(phase.lookahead.to)(uphill, self._here(k), self._first(k))
             kept = self._move(k, there)
             before = kept if before is None else before
         slope = self._taken(k, *second)
@@ -121,7 +122,7 @@ class Stepper:
             self._move(k, before)
         if phase.gradient is None:
             return slope
-        changed = torch.vmap(phase.gradient)(self._halves(slope), self._here(k), self._first(k))
+        changed = lift_point(phase.gradient)(self._halves(slope), self._here(k), self._first(k))
         return torch.cat(changed, dim=1)
 
     def _taken(self, k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
@@ -159,7 +160,7 @@ class Stepper:
         def losses(seen: Seen, y: Tensor, k: int) -> Tensor:
             state = self._first(k)
             taught = self._taught(loss, state)
-            found: Tensor = torch.vmap(loss.of)(seen, y, state, taught)
+            found: Tensor = lift(loss.of)(seen, y, state, taught)
             return found
 
         return losses
@@ -168,7 +169,7 @@ class Stepper:
         if loss.teachers is None:
             return ()
         assert self._x is not None
-        points = torch.vmap(loss.teachers)(state)
+        points = lift(loss.teachers)(state)
         return tuple(
             self._executor.see(self._programs(1 + place), point, self._x, loss.features)
             for place, point in enumerate(points)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch import Tensor
 from quiverfl.data.batches import Plan, plan, sample_keys
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.features import HeadFeatures, head_is_last
+from quiverfl.engine.fit import phase_settings
+from quiverfl.engine.lifting import lift, lift_point, same_kind
 from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.optimizer import Buffers, Rates
 from quiverfl.engine.programs import Program
 from quiverfl.engine.stepper import Batch, Source, Stepper
 from quiverfl.engine.workers import stop_if_halted
-from quiverfl.methods.contract import Interleaved, Once, Train, Trained
+from quiverfl.methods.contract import Interleaved, Once, Phase, Train, Trained
 from quiverfl.task import Point
 from quiverfl.training import Training
 
@@ -35,7 +37,13 @@ class Trainer:
 
     context: PhaseContext
     once: OnceSteps
-    _head_is_last: bool | None = field(default=None, init=False)
+    _head_is_last: bool = field(default=False, init=False)
+
+    def prepare(self, phases: Iterable[Phase]) -> None:
+        """Tracing a model changes how modules are called everywhere: done before workers begin."""
+        task = self.context.task
+        if any(isinstance(phase, Train) and _plain_head(phase) for phase in phases):
+            self._head_is_last = head_is_last(task.skeleton, task.head)
 
     def train(
         self,
@@ -76,12 +84,11 @@ class Trainer:
             return _in_order(way.interleaved(phase, ordered), back), steps, {}
         point, buffers = way.descend(phase, ordered, training, _buffers_in_order(kept, order))
         trained = _reached(_in_order(point, back), batches.steps * phase.repeats, training, place)
-        after = torch.vmap(phase.absorb)(state, trained)
+        after = same_kind(phase.absorb, lift(phase.absorb)(state, trained), state)
         return after, steps, _buffers_in_order(buffers, back) or {}
 
     def settings(self, phase: Train | Interleaved) -> Training:
-        given = phase.settings if isinstance(phase, Train) else None
-        return self.context.training if given is None else given(self.context.training)
+        return phase_settings(phase, self.context.training)
 
     def _trains(self, phase: Train | Interleaved) -> bool:
         """Whether the phase has any parameter to train."""
@@ -93,13 +100,8 @@ class Trainer:
 
     def trains_on_features(self, phase: Train) -> bool:
         """Whether a head is trained on a body that stands still, and nothing else looks at it."""
-        hooked = phase.loss or phase.at or phase.lookahead or phase.gradient
-        if phase.part != "personal" or hooked or self.context.examples.augmented:
-            return False
-        if self._head_is_last is None:
-            task = self.context.task
-            self._head_is_last = head_is_last(task.skeleton, task.head)
-        return self._head_is_last
+        still = not self.context.examples.augmented
+        return still and self._head_is_last and _plain_head(phase)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ class _Way:
     ) -> tuple[Point, Buffers]:
         """Where the phase gets to, and its optimizer's buffers."""
         context = self.trainer.context
-        start = moving = torch.vmap(phase.point)(state)
+        start = moving = lift_point(phase.point)(state)
         source: Source = context.examples
         programs: Callable[[int], Program] = context.program
         if self.trainer.trains_on_features(phase):
@@ -172,7 +174,7 @@ class _Way:
     def _waiting(self, phase: Train, state: Any, slot: int) -> Stepper:
         """Each phase has modules of its own, as it stays bound to its own model."""
         context, training = self.trainer.context, self.trainer.settings(phase)
-        start = torch.vmap(phase.point)(state)
+        start = lift_point(phase.point)(state)
 
         def programs(number: int) -> Program:
             return context.program(SLOTS * slot + number)
@@ -191,12 +193,17 @@ class _Way:
 
     def _turn(self, stepper: Stepper, phase: Train, state: Any, batch: Batch) -> Any:
         k = len(batch.counts)
-        stepper.load(torch.vmap(phase.point)(state), state)
+        stepper.load(lift_point(phase.point)(state), state)
         stepper.step(self.rows[:k], batch)
         here = Point(*(part[:k].clone() for part in stepper.point))
         training = self.trainer.settings(phase)
         trained = _reached(here, np.full(k, phase.repeats), training, self.place)
-        return torch.vmap(phase.absorb)(state, trained)
+        return same_kind(phase.absorb, lift(phase.absorb)(state, trained), state)
+
+
+def _plain_head(phase: Train) -> bool:
+    hooked = phase.loss or phase.at or phase.lookahead or phase.gradient
+    return phase.part == "personal" and not hooked
 
 
 def gradients_of(phase: Train | Interleaved) -> int:
@@ -209,7 +216,7 @@ def gradients_of(phase: Train | Interleaved) -> int:
 
 def _rates(phase: Train, state: Any, start: Point, training: Training, round: int) -> Rates:
     one = torch.ones(len(start.shared), dtype=torch.float64, device=start.shared.device)
-    scale = one if phase.scale is None else torch.vmap(phase.scale)(state)
+    scale = one if phase.scale is None else lift(phase.scale)(state)
     shared = training.rate(round)
     personal = training.personal_rate(round) if phase.personal_rate else shared
 
