@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from quiverfl.bundled import config_file
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.experiment_keys import digest, experiment_settings, run_settings
 from quiverfl.methods import Method, find_method
@@ -194,8 +195,12 @@ class Config(Section):
 
 
 def load_config(path: Path, values: Iterable[str] = ()) -> Config:
-    """Read a TOML file; `values` are `section.key=value` texts that win over it."""
+    """Read a TOML file, or one that comes with the package, by its name.
+
+    `values` are `section.key=value` texts that win over it.
+    """
     values = list(values)
+    path = config_file(path)
     tree = read_toml(path, f"{path}: no such configuration file.")
     for text in values:
         _set(tree, *setting(text))

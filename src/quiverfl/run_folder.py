@@ -77,6 +77,33 @@ class RunFolder:
         path = self.path / "summary.json"
         return read_json(path) if path.exists() else {}
 
+    def extend(self, rounds: int) -> Config:
+        """The run's configuration with more rounds, which the folder is of from now on.
+
+        What a longer run would have computed from the start, but for methods that plan by the
+        number of rounds, as Dis-PFL does: they continue with the new plan.
+        """
+        with self.alone():
+            config = self.config()
+            if rounds <= config.run.rounds:
+                raise QuiverError(
+                    f"--rounds {rounds}: {self.path} has {config.run.rounds} rounds; give more."
+                )
+            longer = config.with_values([("run.rounds", rounds)])
+            path = self.path / "config.json"
+            written = read_json(path)
+            written.update(
+                schema=SCHEMA,
+                experiment=longer.experiment(),
+                identity=longer.identity(),
+                config=longer.model_dump(mode="json"),
+                extended=[*written.get("extended", ()), config.run.rounds],
+            )
+            self._write("config.json", _json(written))
+            for name in ("summary.json", "history.parquet", "rounds.parquet"):
+                (self.path / name).unlink(missing_ok=True)
+            return longer
+
     def config(self) -> Config:
         """The configuration the run was started with."""
         if not self.holds_run():

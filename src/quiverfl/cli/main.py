@@ -38,6 +38,21 @@ COMMANDS = {
         "compare",
         "Run several methods on the same data, model and seeds; a table and an HTML report.",
     ),
+    "init": (
+        "init",
+        "init",
+        "Write a first project: a configuration, and data, model and method of your own that run.",
+    ),
+    "extend": (
+        "export",
+        "extend",
+        "Give a run more rounds than it was planned for, and resume it.",
+    ),
+    "export": (
+        "export",
+        "export",
+        "Write a client's personal model with its normalisation, its labels and how to load it.",
+    ),
     "report": (
         "report",
         "report",

@@ -51,7 +51,7 @@ def run(
     name = f"{config.stem}-{file_name(settings.method.name)}-{settings.identity()[:8]}"
     folder = out or Path("runs") / name
     _refuse_unfinished(folder)
-    _finish(settings, folder, quiet, json_)
+    finish(settings, folder, quiet, json_)
     if tensorboard:
         from quiverfl.results.tensorboard import write_events
 
@@ -70,7 +70,7 @@ def resume(
     settings = existing.config()
     if existing.finished() and not (quiet or json_):
         Console(stderr=True).print(f"{folder} is finished already: nothing to resume.")
-    _finish(settings, folder, quiet, json_)
+    finish(settings, folder, quiet, json_)
 
 
 def compare(
@@ -157,7 +157,7 @@ def methods(json_: AsJson = False) -> None:
     Console().print(table)
 
 
-def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
+def finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
     from quiverfl.run_folder import RunFolder
 
     def again() -> str:
