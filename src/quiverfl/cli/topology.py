@@ -132,7 +132,8 @@ def _described(name: str) -> dict[str, Any]:
 def _with_mass() -> list[str]:
     from quiverfl.methods import METHODS
 
-    return [name for name, method in METHODS.items() if getattr(method, "mass", None)]
+    made = {name: make() for name, make in METHODS.items()}
+    return [name for name, m in made.items() if m.mass is not None or m.topology == "isolated"]
 
 
 def _table(report: TopologyReport) -> Table:
