@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         UnitInterval,
     )
     from quiverfl.methods.state import Personal, Scalar, Shared
+    from quiverfl.models.group_norm import group_norm
     from quiverfl.task import Point, Seen, Task
     from quiverfl.topologies import (
         TOPOLOGIES,
@@ -150,6 +151,7 @@ __all__ = [
     "from_networkx",
     "full",
     "grid",
+    "group_norm",
     "isolated",
     "keep_freed_memory",
     "one_peer_exponential",
@@ -215,6 +217,7 @@ _PLACES = {
     "Personal": "quiverfl.methods.state",
     "Scalar": "quiverfl.methods.state",
     "Shared": "quiverfl.methods.state",
+    "group_norm": "quiverfl.models.group_norm",
     "Point": "quiverfl.task",
     "Seen": "quiverfl.task",
     "Task": "quiverfl.task",

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from quiverfl.engine.examples import Examples
-from quiverfl.engine.programs import Executor, Program
+from quiverfl.engine.programs import Executor, Program, flat
 from quiverfl.engine.workers import stop_if_halted
 from quiverfl.task import Point, Task
 
@@ -41,9 +41,9 @@ def metrics_of(
         inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
         x, y = examples.gather(rows[here], samples)
         some = point if len(here) == len(rows) else Point(*(part[here] for part in point))
-        outputs = executor.see(program, some, x).outputs.flatten(0, 1)
+        outputs, targets = flat(executor.see(program, some, x).outputs), flat(y)
         for name, function in functions.items():
-            values = function(outputs, y.flatten(0, 1)).view(inside.shape).double().cpu()
+            values = function(outputs, targets).view(inside.shape).double().cpu()
             sums[name][here] += torch.linalg.vecdot(values, inside)
     with np.errstate(invalid="ignore"):
         return {

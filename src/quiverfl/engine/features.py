@@ -7,6 +7,7 @@ a model that is body → head → output, which is proven from one call of the m
   head returned, unchanged in place: nothing follows the head;
 - no parameter of the head is in the graph that made the features, and with every parameter of the
   head NaN the features are still numbers: the body does not read the head;
+- in training the features are the same as in use;
 - the head alone, given the features, says what the model says.
 """
 
@@ -21,6 +22,7 @@ from torch.func import functional_call
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program
 from quiverfl.task import Point
+from quiverfl.trees import Tree, mapped
 
 Integers = npt.NDArray[np.int64]
 
@@ -31,7 +33,7 @@ BATCH = 512
 class HeadFeatures:
     """The features of some clients' training samples, instead of the samples."""
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
+    def __init__(self, x: Tensor, y: Tree) -> None:
         self._x, self._y = x, y
 
     @classmethod
@@ -45,24 +47,24 @@ class HeadFeatures:
             x, y = examples.gather(rows, samples[:, begin : begin + BATCH])
             parts.append(executor.see(program, point, x, features=True).features)
             targets.append(y)
-        return cls(torch.cat(parts, dim=1), torch.cat(targets, dim=1))
+        together = mapped(lambda *slabs: torch.cat(slabs, dim=1), *targets)
+        return cls(torch.cat(parts, dim=1), together)
 
-    def gather(
-        self, rows: Integers, samples: Integers, keys: object = None
-    ) -> tuple[Tensor, Tensor]:
+    def gather(self, rows: Integers, samples: Integers, keys: object = None) -> tuple[Tensor, Tree]:
         """Of the first clients, as many as there are rows."""
         places = torch.arange(len(rows), device=self._x.device)[:, None]
         index = torch.from_numpy(samples).to(self._x.device)
-        return self._x[places, index], self._y[places, index]
+        return self._x[places, index], mapped(lambda leaf: leaf[places, index], self._y)
 
 
-def head_is_last(program: Program, point: Point, x: Tensor) -> bool:
+def head_is_last(program: Program, point: Point, x: Tree) -> bool:
     """Whether the model is body → head → output, from calls with one client's model and inputs."""
     if program.head is None or not program.personal.names:
         return False
     named = {name: tensor.detach().clone() for name, tensor in program.named(point).items()}
     for name in program.personal.names:
         named[name].requires_grad_()
+    program.module.eval()
     call = _watched(program, named, x)
     if call is None:
         return False
@@ -78,13 +80,18 @@ def head_is_last(program: Program, point: Point, x: Tensor) -> bool:
     again = _watched(program, poisoned, x)
     if again is None or not torch.equal(again[1], features.detach()):
         return False
+    program.module.train()
+    trained = _watched(program, named, x)
+    program.module.eval()
+    if trained is None or not torch.equal(trained[1], features):
+        return False
     alone = program.head_alone()
     with torch.no_grad():
         head = alone.personal.split(point.personal)
         return torch.equal(functional_call(alone.module, head, (features,)), outputs.detach())
 
 
-def _watched(program: Program, named: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _watched(program: Program, named: dict[str, Tensor], x: Tree) -> tuple[Tensor, Tensor] | None:
     """(outputs, features) if the head was called once with one tensor and its output returned."""
     returned: list[tuple[object, int]] = []
 
@@ -95,12 +102,12 @@ def _watched(program: Program, named: dict[str, Tensor], x: Tensor) -> tuple[Ten
     hook = program.module.get_submodule(program.head).register_forward_hook(note)
     try:
         with program._captured() as calls:
-            outputs: Tensor = functional_call(program.module, named, (x,))
+            outputs = program.outputs(named, x)
     finally:
         hook.remove()
     if len(calls) != 1 or calls[0] is None or len(returned) != 1:
         return None
     output, version = returned[0]
-    if output is not outputs or outputs._version != version:
+    if not isinstance(outputs, Tensor) or output is not outputs or outputs._version != version:
         return None
     return outputs, calls[0]

@@ -22,6 +22,7 @@ from quiverfl.engine.workers import stop_if_halted
 from quiverfl.methods.contract import Interleaved, Once, Train, Trained
 from quiverfl.task import Point
 from quiverfl.training import Training
+from quiverfl.trees import mapped
 
 Integers = npt.NDArray[np.int64]
 
@@ -96,10 +97,13 @@ class Trainer:
         hooked = phase.loss or phase.at or phase.lookahead or phase.gradient
         if phase.part != "personal" or hooked or self.context.examples.augmented:
             return False
+        if self.context.draws:  # the body drops others at every visit
+            return False
         if self._head_is_last is None:
             x, _ = self.context.examples.gather(rows[:1], np.zeros((1, 1), dtype=np.int64))
             one = Point(*(part[0] for part in point))
-            self._head_is_last = head_is_last(self.context.program(), one, x[0])
+            some = mapped(lambda leaf: leaf[0], x)
+            self._head_is_last = head_is_last(self.context.program(), one, some)
         return self._head_is_last
 
 
@@ -126,7 +130,7 @@ class _Way:
             epoch = self.batches.epochs[some, step][:, None]
             ids = self.ids[:k, None]
             keys = sample_keys(context.seed, ids, place.round, place.number, epoch, samples)
-        return Batch(samples, counts, keys)
+        return Batch(samples, counts, keys, context.draw_keys(self.ids[:k], place, step))
 
     def descend(
         self, phase: Train, state: Any, training: Training, kept: Buffers | None
