@@ -15,6 +15,7 @@ ROOT = Path(quiverfl.__file__).parent
 LAYERS = [
     {"errors", "memory"},
     {"durable", "locks", "extras", "seeds", "trees", "training", "references", "experiment_keys"},
+    {"objectives"},
     {"task", "models"},
     {"methods", "topologies", "data"},
     {"engine", "results"},

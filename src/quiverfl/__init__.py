@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from quiverfl.methods.state import Personal, Scalar, Shared
     from quiverfl.models.group_norm import group_norm
+    from quiverfl.objectives import Metric
     from quiverfl.task import Point, Seen, Task
     from quiverfl.topologies import (
         TOPOLOGIES,
@@ -119,6 +120,7 @@ __all__ = [
     "Loss",
     "Message",
     "Method",
+    "Metric",
     "Moment",
     "NotNegative",
     "Number",
@@ -218,6 +220,7 @@ _PLACES = {
     "Scalar": "quiverfl.methods.state",
     "Shared": "quiverfl.methods.state",
     "group_norm": "quiverfl.models.group_norm",
+    "Metric": "quiverfl.objectives",
     "Point": "quiverfl.task",
     "Seen": "quiverfl.task",
     "Task": "quiverfl.task",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.objectives import find_loss, find_metrics
 from quiverfl.seeds import hashed
 from quiverfl.trees import Layout, Tree, mapped
 
-PerSample = Callable[[Tree, Tree], Tensor]
-"""(outputs [n, …], targets [n, …]) → one number per sample [n]."""
 Inputs: TypeAlias = Literal["arguments", "tree"]
 """Whether a dictionary or tuple of inputs is several arguments of the model, or one."""
 
@@ -35,22 +34,17 @@ class Seen(NamedTuple):
     """What its head is given; empty where nobody asked for it."""
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """1 where the largest output is the label: its mean is the accuracy."""
-    return (outputs.argmax(dim=-1) == targets).to(outputs.dtype)
-
-
 @dataclass(frozen=True)
 class Task:
     """A model factory split into a shared and a personal part.
 
     `model` returns a fresh nn.Module. `personal` lists prefixes of parameter names: whatever lies
     below them is the personal part v, everything else is the shared part u. An empty tuple means
-    that nothing is personal. `loss` and `metrics` give one number per sample.
+    that nothing is personal.
+
+    `loss` is a name in objectives.LOSSES or a function that gives one number per sample; `metrics`
+    are names in objectives.METRICS, or a dictionary of names, such functions and `Metric`s. The
+    first metric is the one that results are judged by.
 
     Inputs that are a dictionary are given to the model by name, those of a tuple one by one;
     `inputs="tree"` gives either as the one argument it is.
@@ -61,11 +55,13 @@ class Task:
 
     model: Callable[[], nn.Module]
     personal: tuple[str, ...] = ("head",)
-    loss: PerSample = cross_entropy
-    metrics: Mapping[str, PerSample] = field(default_factory=lambda: {"accuracy": correct})
+    loss: Any = "cross_entropy"  # PerSample, once it has been looked up
+    metrics: Any = None  # dict[str, AnyMetric], once they have been
     inputs: Inputs = "arguments"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", find_metrics(self.metrics, self.loss))
+        object.__setattr__(self, "loss", find_loss(self.loss))
         if self.inputs not in get_args(Inputs):
             known = nearest(str(self.inputs), get_args(Inputs))
             raise QuiverError(f"Task.inputs = {self.inputs!r}: {known}")

@@ -257,21 +257,29 @@ def federate(
     mean = dataset.mean or (0.0,) * channels
     std = dataset.std or (1.0,) * channels
     normalize = Normalize(mean, std)
-    test_x, test_y = dataset.test_x, dataset.test_y
+    learned = dataset.train_target is not None
+    train_y, test_y = (
+        (dataset.train_target, dataset.test_target)
+        if learned
+        else (dataset.train_y, dataset.test_y)
+    )
+    classes = None if learned else dataset.classes
+    test_x = dataset.test_x
     if partition.held_out:
-        test_x, test_y = dataset.train_x, dataset.train_y
-    train = _split(dataset.train_x, dataset.train_y, partition.train)
+        test_x, test_y = dataset.train_x, train_y
+    train = _split(dataset.train_x, train_y, partition.train)
     test = _split(test_x, test_y, partition.test)
     chosen = _augmentation(dataset, normalize, augment)
     if dataset.train_x.dtype == np.uint8:
-        return FederatedData(train, test, dataset.classes, normalize, chosen, partition.names)
+        return FederatedData(train, test, classes, normalize, chosen, partition.names)
     if dataset.mean:
         train, test = (replace(part, x=normalize(part.x)) for part in (train, test))
-        return FederatedData(train, test, dataset.classes, None, chosen, partition.names, normalize)
-    return FederatedData(train, test, dataset.classes, None, chosen, partition.names)
+        return FederatedData(train, test, classes, None, chosen, partition.names, normalize)
+    return FederatedData(train, test, classes, None, chosen, partition.names)
 
 
-def _split(x: Inputs, y: Integers, shares: Sequence[Integers]) -> Split:
+def _split(x: Inputs, y: Inputs | None, shares: Sequence[Integers]) -> Split:
+    assert y is not None
     rows = np.concatenate(shares)
     offsets = np.cumsum([0, *(len(share) for share in shares)]).astype(np.int64)
     return Split(torch.from_numpy(x[rows]), torch.from_numpy(y[rows]), offsets)

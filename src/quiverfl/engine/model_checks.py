@@ -13,6 +13,7 @@ from quiverfl.engine.draws import KeyedDraws
 from quiverfl.engine.programs import Program, Sequential
 from quiverfl.engine.trials import Trial, refuse_stacked
 from quiverfl.errors import QuiverError
+from quiverfl.objectives import Metric
 from quiverfl.task import Point, Task
 from quiverfl.trees import Tree, first_leaf, leaves, mapped
 
@@ -34,6 +35,8 @@ def check_model(task: Task, data: FederatedData, executor: str = "auto") -> None
     _check_labels(outputs, data.classes)
     _check_numbers("loss", task.loss, outputs, y)
     for name, metric in task.metrics.items():
+        if name == "loss":
+            raise QuiverError("a metric is called 'loss', which is the loss: choose another name.")
         _check_numbers(f"metric {name!r}", metric, outputs, y)
     _check_gradient(program, task.initial(0), x, y)
     if executor == "vectorized":
@@ -149,11 +152,34 @@ def _check_numbers(what: str, function: Callable[..., Any], outputs: Tree, y: Tr
             f"the {what} cannot be computed from outputs {_shapes(outputs)} and targets "
             f"{_shapes(y)}: {first}"
         ) from error
-    if not isinstance(found, Tensor) or tuple(found.shape) != (samples,):
+    if isinstance(function, Metric):
+        _check_metric(what, function, found, samples)
+    elif not isinstance(found, Tensor) or tuple(found.shape) != (samples,):
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise QuiverError(
             f"the {what} gives {shape} for {samples} samples; it must give one number per sample, "
             f"({samples},): use reduction='none' and take the mean over the other dimensions."
+        )
+
+
+def _check_metric(what: str, metric: Metric, found: Any, samples: int) -> None:
+    """Sums [n, s] of which numbers can be made, or one number."""
+    if metric.value is None:
+        if not isinstance(found, int | float) and not (
+            isinstance(found, Tensor) and found.numel() == 1
+        ):
+            raise QuiverError(f"the {what} must give one number for all samples, not {found!r}.")
+        return
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != samples:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise QuiverError(
+            f"the {what} gives {shape} for {samples} samples: with `value` it gives every "
+            "sample's share of some sums, [n, sums]."
+        )
+    value = metric.value(found.double().sum(dim=0, keepdim=True))
+    if tuple(value.shape) != (1,):
+        raise QuiverError(
+            f"the {what}: value(sums [clients, s]) must give [clients], not {tuple(value.shape)}."
         )
 
 

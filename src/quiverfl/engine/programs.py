@@ -23,7 +23,8 @@ from torch.func import functional_call
 from quiverfl.engine.draws import KeyedDraws
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Part
-from quiverfl.task import Inputs, PerSample, Point, Seen, Task, given, plain
+from quiverfl.objectives import PerSample
+from quiverfl.task import Inputs, Point, Seen, Task, given, plain
 from quiverfl.trees import Layout, Tree, first_leaf, mapped
 
 Losses = Callable[[Seen, Tree, int], Tensor]
