@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from quiverfl.methods.state import Personal, Scalar, Shared
     from quiverfl.models.group_norm import group_norm
+    from quiverfl.models.lora import lora
     from quiverfl.objectives import Metric
     from quiverfl.task import Point, Seen, Task
     from quiverfl.topologies import (
@@ -156,6 +157,7 @@ __all__ = [
     "group_norm",
     "isolated",
     "keep_freed_memory",
+    "lora",
     "one_peer_exponential",
     "participating",
     "random_pull",
@@ -220,6 +222,7 @@ _PLACES = {
     "Scalar": "quiverfl.methods.state",
     "Shared": "quiverfl.methods.state",
     "group_norm": "quiverfl.models.group_norm",
+    "lora": "quiverfl.models.lora",
     "Metric": "quiverfl.objectives",
     "Point": "quiverfl.task",
     "Seen": "quiverfl.task",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -39,8 +40,8 @@ class Task:
     """A model factory split into a shared and a personal part.
 
     `model` returns a fresh nn.Module. `personal` lists prefixes of parameter names: whatever lies
-    below them is the personal part v, everything else is the shared part u. An empty tuple means
-    that nothing is personal.
+    below them is the personal part v, everything else is the shared part u. `*` in a prefix stands
+    for anything, as in `*.lora_B`. An empty tuple means that nothing is personal.
 
     `loss` is a name in objectives.LOSSES or a function that gives one number per sample; `metrics`
     are names in objectives.METRICS, or a dictionary of names, such functions and `Metric`s. The
@@ -157,6 +158,9 @@ class Task:
 
 
 def _below(name: str, prefix: str) -> bool:
+    """Whether a parameter lies below a prefix; `*` in it stands for anything."""
+    if "*" in prefix:
+        return fnmatchcase(name, prefix) or fnmatchcase(name, f"{prefix}.*")
     return name == prefix or name.startswith(prefix + ".")
 
 
