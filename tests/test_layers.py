@@ -14,17 +14,9 @@ ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
     {"errors", "memory"},
-    {
-        "durable",
-        "bundled",
-        "locks",
-        "extras",
-        "seeds",
-        "trees",
-        "training",
-        "references",
-        "experiment_keys",
-    },
+    {"durable", "bundled", "locks", "extras", "references", "experiment_keys"},
+    {"seeds", "trees", "training"},
+    {"objectives"},
     {"task", "models"},
     {"methods", "topologies", "data"},
     {"engine", "results"},

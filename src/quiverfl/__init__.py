@@ -58,6 +58,9 @@ if TYPE_CHECKING:
         UnitInterval,
     )
     from quiverfl.methods.state import Personal, Scalar, Shared
+    from quiverfl.models.group_norm import group_norm
+    from quiverfl.models.lora import lora
+    from quiverfl.objectives import Metric
     from quiverfl.task import Point, Seen, Task
     from quiverfl.topologies import (
         TOPOLOGIES,
@@ -118,6 +121,7 @@ __all__ = [
     "Loss",
     "Message",
     "Method",
+    "Metric",
     "Moment",
     "NotNegative",
     "Number",
@@ -150,8 +154,10 @@ __all__ = [
     "from_networkx",
     "full",
     "grid",
+    "group_norm",
     "isolated",
     "keep_freed_memory",
+    "lora",
     "one_peer_exponential",
     "participating",
     "random_pull",
@@ -215,6 +221,9 @@ _PLACES = {
     "Personal": "quiverfl.methods.state",
     "Scalar": "quiverfl.methods.state",
     "Shared": "quiverfl.methods.state",
+    "group_norm": "quiverfl.models.group_norm",
+    "lora": "quiverfl.models.lora",
+    "Metric": "quiverfl.objectives",
     "Point": "quiverfl.task",
     "Seen": "quiverfl.task",
     "Task": "quiverfl.task",

@@ -2,6 +2,7 @@
 
 [data]      which data, how many clients, how it is shared out
 [model]     which model and its options, which part is personal
+[task]      what is learned: loss and metrics
 [method]    which method and its options
 [topology]  who talks to whom; "auto" takes the usual one of the method
 [training]  the optimizer
@@ -31,6 +32,7 @@ from quiverfl.bundled import config_file
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.experiment_keys import digest, experiment_settings, run_settings
 from quiverfl.methods import Method, find_method
+from quiverfl.objectives import find_loss, find_metrics
 from quiverfl.references import is_reference
 from quiverfl.topologies import TOPOLOGIES, find_topology
 from quiverfl.training import Training
@@ -88,6 +90,17 @@ class ModelConfig(Section):
 
     def options(self) -> Options:
         return dict(self.model_extra or {})
+
+
+class TaskConfig(Section):
+    loss: str = "cross_entropy"
+    metrics: tuple[str, ...] | None = None
+    """Those that are usual for the loss unless given; results are judged by the first."""
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _one_name(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
 
 class MethodConfig(Section):
@@ -159,6 +172,7 @@ class RunConfig(Section):
 class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
     method: MethodConfig = MethodConfig()
     topology: TopologyConfig = TopologyConfig()
     training: TrainingConfig = TrainingConfig()
@@ -248,6 +262,11 @@ def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
         reason = first["msg"].lower() if own is None else str(own)
         raise QuiverError(f"{source}: {key} = {first['input']!r}: {reason}.") from error
     config.training.training()
+    try:
+        find_loss(config.task.loss)
+        find_metrics(config.task.metrics, config.task.loss)
+    except QuiverError as error:
+        raise QuiverError(f"{source}: [task] {error}") from error
     return config
 
 

@@ -135,7 +135,8 @@ def load_data(config: Config) -> Dataset:
 
 def inputs_of(config: Config, dataset: Dataset) -> dict[str, str]:
     """Digests of what a run is made from beside its configuration: its data and one's own code."""
-    own = (config.data.name, config.model.name, config.method.name, config.topology.name)
+    own = [config.data.name, config.model.name, config.method.name, config.topology.name]
+    own += [config.task.loss, *(config.task.metrics or ())]
     code = {f"code of {name}": source_digest(name) for name in own if is_reference(name)}
     return {f"data {config.data.name}": dataset.digest, **code}
 
@@ -180,9 +181,12 @@ def share_out(config: Config, dataset: Dataset) -> Partition:
 def make_task(config: Config, dataset: Dataset) -> Task:
     options = config.model.options()
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
-    name, shape, classes = config.model.name, dataset.input_shape, dataset.classes
+    name, shape, outputs = config.model.name, dataset.input_shape, dataset.outputs
     return Task(
-        model=lambda: make_model(name, shape, classes, **options), personal=config.model.personal
+        model=lambda: make_model(name, shape, outputs, **options),
+        personal=config.model.personal,
+        loss=config.task.loss,
+        metrics=config.task.metrics,
     )
 
 

@@ -92,7 +92,7 @@ def _description(config: Config, dataset: Dataset) -> dict[str, Any]:
 
 
 def _how_to_load(config: Config, dataset: Dataset, out: Path) -> Iterator[str]:
-    words = [repr(value) for value in (config.model.name, dataset.input_shape, dataset.classes)]
+    words = [repr(value) for value in (config.model.name, dataset.input_shape, dataset.outputs)]
     words += [f"{key}={value!r}" for key, value in config.model.options().items()]
     yield "To load them:"
     yield "    from safetensors.torch import load_file"

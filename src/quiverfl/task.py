@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, nearest
+from quiverfl.objectives import find_loss, find_metrics
 from quiverfl.seeds import hashed
-from quiverfl.trees import Layout
+from quiverfl.trees import Layout, Tree, mapped
 
-PerSample = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [n, …], targets [n, …]) → one number per sample [n]."""
+Inputs: TypeAlias = Literal["arguments", "tree"]
+"""Whether a dictionary or tuple of inputs is several arguments of the model, or one."""
 
 
 class Point(NamedTuple):
@@ -28,18 +30,9 @@ class Point(NamedTuple):
 class Seen(NamedTuple):
     """What a model makes of some samples [n, …]."""
 
-    outputs: Tensor
+    outputs: Tree
     features: Tensor
     """What its head is given; empty where nobody asked for it."""
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """1 where the largest output is the label: its mean is the accuracy."""
-    return (outputs.argmax(dim=-1) == targets).to(outputs.dtype)
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,15 @@ class Task:
     """A model factory split into a shared and a personal part.
 
     `model` returns a fresh nn.Module. `personal` lists prefixes of parameter names: whatever lies
-    below them is the personal part v, everything else is the shared part u. An empty tuple means
-    that nothing is personal. `loss` and `metrics` give one number per sample.
+    below them is the personal part v, everything else is the shared part u. `*` in a prefix stands
+    for anything, as in `*.lora_B`. An empty tuple means that nothing is personal.
+
+    `loss` is a name in objectives.LOSSES or a function that gives one number per sample; `metrics`
+    are names in objectives.METRICS, or a dictionary of names, such functions and `Metric`s. The
+    first metric is the one that results are judged by.
+
+    Inputs that are a dictionary are given to the model by name, those of a tuple one by one;
+    `inputs="tree"` gives either as the one argument it is.
 
     Parameters with `requires_grad=False` stay as they are: neither trained nor sent, and kept once
     for all clients, as buffers are. Their values are those of `model()` whatever the run's seed.
@@ -56,10 +56,16 @@ class Task:
 
     model: Callable[[], nn.Module]
     personal: tuple[str, ...] = ("head",)
-    loss: PerSample = cross_entropy
-    metrics: Mapping[str, PerSample] = field(default_factory=lambda: {"accuracy": correct})
+    loss: Any = "cross_entropy"  # PerSample, once it has been looked up
+    metrics: Any = None  # dict[str, AnyMetric], once they have been
+    inputs: Inputs = "arguments"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", find_metrics(self.metrics, self.loss))
+        object.__setattr__(self, "loss", find_loss(self.loss))
+        if self.inputs not in get_args(Inputs):
+            known = nearest(str(self.inputs), get_args(Inputs))
+            raise QuiverError(f"Task.inputs = {self.inputs!r}: {known}")
         if isinstance(self.personal, str):
             object.__setattr__(self, "personal", (self.personal,))
         if isinstance(self.model, nn.Module) or not callable(self.model):
@@ -67,7 +73,7 @@ class Task:
                 f"Task.model is a {type(self.model).__name__}: give a function that returns a "
                 "fresh nn.Module, such as the class itself."
             )
-        _refuse_impure(self.skeleton)
+        _refuse_batch_statistics(self.skeleton)
         names = [name for name, _ in self._trainable()]
         every = [name for name, _ in self.skeleton.named_parameters()]
         if not every:
@@ -152,6 +158,9 @@ class Task:
 
 
 def _below(name: str, prefix: str) -> bool:
+    """Whether a parameter lies below a prefix; `*` in it stands for anything."""
+    if "*" in prefix:
+        return fnmatchcase(name, prefix) or fnmatchcase(name, f"{prefix}.*")
     return name == prefix or name.startswith(prefix + ".")
 
 
@@ -172,23 +181,52 @@ class _seeded:
         torch.random.set_rng_state(self._before)
 
 
-def _refuse_impure(model: nn.Module) -> None:
-    for name, module in _impure(model):
-        kind = type(module).__name__
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            raise QuiverError(
-                f"the model's layer {name!r} is a {kind}: it draws random numbers in the model, "
-                "which cannot be reproduced per client. Set p=0 or leave it out."
-            )
-        raise QuiverError(
-            f"the model's layer {name!r} is a {kind}, which keeps running statistics; a client's "
-            "model must be a pure function of its parameters. Use nn.GroupNorm instead."
-        )
+def given(x: Tree, inputs: Inputs) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+    """How a model is given its inputs: a tuple's parts one by one, a dictionary's by name."""
+    if inputs == "arguments" and isinstance(x, dict):
+        return (), x
+    if inputs == "arguments" and isinstance(x, tuple | list):
+        return tuple(x), {}
+    return (x,), {}
 
 
-def _impure(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def plain(found: Any) -> Tree:
+    """What a model returns as a tree of tensors: Hugging Face's outputs become dictionaries."""
+    if isinstance(found, Tensor):
+        return found
+    if hasattr(found, "logits") and not isinstance(found, tuple | dict):
+        return {"logits": found.logits}
+    if isinstance(found, Mapping):
+        return {str(key): plain(part) for key, part in found.items() if _is_tree(part)}
+    if isinstance(found, tuple | list) and _is_tree(found):
+        return mapped(plain, found)
+    raise QuiverError(
+        f"the model returns a {type(found).__name__}; it must return a tensor [n, …], a "
+        "dictionary, tuple or list of tensors, or an object with .logits. Wrap it in a module "
+        "whose forward picks what the loss needs."
+    )
+
+
+def _is_tree(found: Any) -> bool:
+    if isinstance(found, Mapping):
+        return all(_is_tree(part) for part in found.values())
+    if isinstance(found, tuple | list):
+        return all(_is_tree(part) for part in found)
+    return isinstance(found, Tensor)
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if dropout or (norm and getattr(module, "track_running_stats", False)):
-            yield name, module
+        kind = type(module).__name__
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise QuiverError(
+                f"the model's layer {name!r} is a {kind}, which mixes the samples of a batch and "
+                "keeps running statistics; a client's model must be a pure function of its "
+                "parameters and of one sample. Replace all of them by GroupNorm in one call: "
+                "model=lambda: qv.group_norm(make_model())."
+            )
+        if getattr(module, "track_running_stats", False):
+            raise QuiverError(
+                f"the model's layer {name!r} is a {kind} that keeps running statistics; a client's "
+                "model must be a pure function of its parameters: set track_running_stats=False."
+            )

@@ -1,19 +1,50 @@
-"""Named tensors laid end to end in one vector.
+"""Many tensors as one thing: named ones laid end to end in a vector, and trees of them.
 
 A client's shared parameters are one vector u, its personal ones one vector v, so that methods read
 like the paper (z = u / μ) and mixing is one matrix product. A Layout says which slice of the
 vector is which tensor.
+
+What goes into a model and comes out of it is a Tree: a tensor, or a dictionary, tuple or list of
+trees.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Tree: TypeAlias = Any
+"""A tensor, or a dictionary, tuple or list of trees."""
+
+
+def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """The same tree with every leaf replaced; leaves of `others` come along."""
+    if isinstance(tree, dict):
+        return {k: mapped(function, tree[k], *(other[k] for other in others)) for k in tree}
+    if isinstance(tree, tuple | list):
+        parts = [mapped(function, *part) for part in zip(tree, *others, strict=True)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return function(tree, *others)
+
+
+def leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, such as `mask` or `0.ids`; a lone one has the path ""."""
+    if isinstance(tree, dict | tuple | list):
+        parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, part in parts:
+            yield from leaves(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, tree
+
+
+def first_leaf(tree: Tree) -> Any:
+    return next(leaf for _, leaf in leaves(tree))
 
 
 @dataclass(frozen=True)

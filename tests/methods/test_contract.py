@@ -639,12 +639,24 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 class Dropping(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(nn.functional.dropout(self.body(x), 0.5, self.training))
+        return self.head(nn.functional.dropout(self.body(x), 0.5))
 
 
 class Noisy(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x + torch.randn_like(x)))
+
+
+class Choosing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return self.head(hidden[:, torch.randperm(5)] if self.training else hidden)
+
+
+class Mixing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return self.head(hidden - hidden.mean(dim=0))
 
 
 class Remembering(Plain):
@@ -658,19 +670,28 @@ class Remembering(Plain):
         return self.head(hidden - self.mean)
 
 
-class Named(Plain):
+class Talking(Plain):
     def forward(self, x: Tensor) -> Any:
-        return {"logits": self.head(self.body(x))}
+        return str(self.head(self.body(x)))
+
+
+class Scoring(Plain):
+    def forward(self, x: Tensor) -> Any:
+        logits = self.head(self.body(x))
+        return {"logits": logits, "score": logits.sum()}
 
 
 @pytest.mark.parametrize("executor", ["auto", "sequential"])
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Dropping, "draws random numbers in its forward"),
-        (Noisy, "draws random numbers in its forward"),
+        (Dropping, "draws random numbers in use.*training=self.training"),
+        (Noisy, "draws random numbers in use"),
+        (Choosing, "draws random numbers with randperm"),
+        (Mixing, "depends on the other samples of the batch"),
         (Remembering, "changes its buffer 'mean' in forward"),
-        (Named, "returns a dict; it must return one tensor"),
+        (Talking, "returns a str; it must return a tensor"),
+        (Scoring, r"output 'score' has shape \(\) for 2 samples"),
     ],
 )
 def test_a_model_that_is_no_function_of_its_parameters_is_refused(

@@ -111,7 +111,7 @@ def test_tries_with_a_mistake_are_refused_before_the_first(tmp_path: Path) -> No
 def test_tries_that_cannot_run_are_told_from_those_that_diverge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This model takes the one example that is tried before, and fails on a batch."""
+    """This model takes the two examples that are tried before, and fails on a batch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "failing_nets.py").write_text(FAILING)
     (tmp_path / "plan.toml").write_text(CANNOT_RUN)

@@ -65,7 +65,7 @@ class _Scores:
         self._latest: dict[str, float] = {}
 
     def see(self, stage: str, metrics: Metrics) -> None:
-        self._name = "accuracy" if "accuracy" in metrics else "loss"
+        self._name = next(iter(metrics))  # the first is what results are judged by
         with np.errstate(all="ignore"):
             values = metrics[self._name][~np.isnan(metrics[self._name])]
         if len(values):

@@ -42,6 +42,10 @@ class Dataset:
     train_owner: Integers | None = None
     test_owner: Integers | None = None
     owner_names: tuple[str, ...] = ()
+    train_target: Inputs | None = None
+    test_target: Inputs | None = None
+    """What is to be learned where that is no label: numbers (float32) or ids (int64), [n, …]. The
+    labels then only say who is shared out with whom."""
     known_digest: str = ""
     """What `digest` is, where it was computed before."""
 
@@ -63,6 +67,7 @@ class Dataset:
                 f"{self.name}: training inputs have the shape {self.train_x.shape[1:]}, "
                 f"test inputs {self.test_x.shape[1:]}; they must be the same."
             )
+        _check_targets(self.name, self)
         if self.is_ids and (self.mean or self.std):
             raise QuiverError(
                 f"{self.name}: the inputs are {self.train_x.dtype}, and ids are not standardised: "
@@ -82,6 +87,17 @@ class Dataset:
         return tuple(int(side) for side in self.train_x.shape[1:])
 
     @property
+    def outputs(self) -> int:
+        """How many numbers a model has to say: one per class, per target, or per id there is."""
+        target = self.train_target
+        if target is None:
+            return self.classes
+        if target.dtype == np.float32:
+            return 1 if target.ndim == 1 else int(target.shape[-1])
+        parts = [part for part in (target, self.test_target) if part is not None]
+        return int(max(part.max(initial=0) for part in parts)) + 1
+
+    @property
     def is_ids(self) -> bool:
         """Whether the inputs are ids, such as those of words: whole numbers to be looked up."""
         return self.train_x.dtype in IDS
@@ -98,11 +114,34 @@ class Dataset:
         found = hashlib.blake2b(digest_size=16)
         found.update(repr((self.classes, self.mean, self.std)).encode())
         parts = (self.train_x, self.train_y, self.test_x, self.test_y)
-        for array in (*parts, self.train_owner, self.test_owner):
+        targets = (self.train_target, self.test_target)
+        for array in (*parts, self.train_owner, self.test_owner, *targets):
             if array is not None:
                 found.update(repr((array.shape, array.dtype.str)).encode())
                 found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
+
+
+def _check_targets(name: str, dataset: Dataset) -> None:
+    train, test = dataset.train_target, dataset.test_target
+    if train is None and test is None:
+        return
+    if train is None or test is None:
+        raise QuiverError(f"{name}: train_target and test_target come together.")
+    for part, target, rows in (("train", train, dataset.train_y), ("test", test, dataset.test_y)):
+        if len(target) != len(rows):
+            raise QuiverError(f"{name}, {part}: {len(target)} targets but {len(rows)} labels.")
+        if target.dtype not in (np.float32, np.int64):
+            raise QuiverError(
+                f"{name}, {part}: targets are {target.dtype}; use float32 numbers or int64 ids."
+            )
+        if target.dtype == np.float32 and not np.isfinite(target).all():
+            raise QuiverError(f"{name}, {part}: the targets hold NaN or infinity.")
+    if len(test) and (test.shape[1:] != train.shape[1:] or test.dtype != train.dtype):
+        raise QuiverError(
+            f"{name}: training targets are {train.dtype} of shape {list(train.shape[1:])}, test "
+            f"targets {test.dtype} of shape {list(test.shape[1:])}; they must be the same."
+        )
 
 
 def _check_part(where: str, x: Inputs, y: Integers, classes: int) -> None:

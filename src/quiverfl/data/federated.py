@@ -1,7 +1,8 @@
 """Who holds which examples.
 
 The examples of all clients lie end to end in one tensor; a client is a slice. So nothing is padded
-however unequal the clients are, and a batch of any clients is one gather.
+however unequal the clients are, and a batch of any clients is one gather. Inputs or targets of
+several tensors (a dictionary of ids and a mask, a tuple) are a tree of such tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from quiverfl.data.dataset import Dataset, Inputs, Integers
 from quiverfl.data.partition import Partition
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.seeds import Hashes
+from quiverfl.trees import Tree, first_leaf, leaves, mapped
 
-Prepare = Callable[[Tensor], Tensor]
+Prepare = Callable[[Tree], Tree]
 """Raw inputs [n, …] → model inputs, such as bytes to normalised floats. Pure."""
-Augment = Callable[[Tensor, Hashes], Tensor]
+Augment = Callable[[Tree, Hashes], Tree]
 """(prepared inputs [n, …], 64 random bits per sample [n]) → inputs. Pure."""
 
 
@@ -30,8 +32,8 @@ Augment = Callable[[Tensor, Hashes], Tensor]
 class Split:
     """Examples of all clients end to end: client i owns rows offsets[i]:offsets[i + 1]."""
 
-    x: Tensor
-    y: Tensor
+    x: Tree
+    y: Tree
     offsets: Integers
 
     @property
@@ -47,15 +49,14 @@ class Split:
         """How many examples the largest client has."""
         return int(self.sizes.max(initial=0))
 
-    def of(self, client: int) -> tuple[Tensor, Tensor]:
+    def of(self, client: int) -> tuple[Tree, Tree]:
         rows = slice(int(self.offsets[client]), int(self.offsets[client + 1]))
-        return self.x[rows], self.y[rows]
+        x, y = (mapped(lambda leaf: leaf[rows], part) for part in (self.x, self.y))
+        return x, y
 
     def only(self, clients: Sequence[int]) -> Split:
         """The same examples for some of the clients, renumbered from 0."""
-        parts = [self.of(client) for client in clients]
-        offsets = np.concatenate([[0], np.cumsum([len(y) for _, y in parts])]).astype(np.int64)
-        return Split(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), offsets)
+        return _joined([self.of(client) for client in clients])
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,10 @@ class FederatedData:
         augment: Augment | None = None,
         names: Sequence[str] = (),
     ) -> FederatedData:
-        """One (inputs, targets) pair per client, numpy or torch; perhaps one name per client."""
+        """One (inputs, targets) pair per client, numpy or torch; perhaps one name per client.
+
+        Either may be a dictionary or tuple of arrays with the same number of rows.
+        """
         if len(train) != len(test):
             raise QuiverError(
                 f"train has {len(train)} clients and test has {len(test)}: give one (x, y) pair "
@@ -116,32 +120,93 @@ class FederatedData:
         return replace(self, train=train, test=test, names=names)
 
 
+def _joined(parts: Sequence[tuple[Tree, Tree]]) -> Split:
+    sizes = [len(first_leaf(y)) for _, y in parts]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    x, y = (mapped(lambda *rows: torch.cat(rows), *trees) for trees in zip(*parts, strict=True))
+    return Split(x, y, offsets)
+
+
 def _end_to_end(name: str, pairs: Sequence[tuple[Any, Any]]) -> Split:
-    inputs: list[Tensor] = []
-    targets: list[Tensor] = []
+    parts: list[tuple[Tree, Tree]] = []
+    first: tuple[Tree, Tree] | None = None
     for client, pair in enumerate(pairs):
-        x, y = (torch.as_tensor(part) for part in pair)
-        if len(x) != len(y):
-            raise QuiverError(f"{name}, client {client}: {len(x)} inputs but {len(y)} targets.")
-        if x.is_floating_point() and not torch.isfinite(x).all():
+        where = f"{name}, client {client}"
+        x, y = (_tensors(where, part) for part in _pair(where, pair))
+        rows = _check_rows(where, x, y)
+        y = mapped(lambda leaf: leaf if leaf.is_floating_point() else leaf.long(), y)
+        if first is not None and rows:
+            _check_like(where, "inputs", x, first[0])
+            _check_like(where, "targets", y, first[1])
+        first = (x, y) if first is None and rows else first
+        parts.append((x, y))
+    if first is not None:  # a client without samples may have come with any shape
+        empty_x, empty_y = (mapped(lambda leaf: leaf[:0], part) for part in first)
+        parts = [(x, y) if len(first_leaf(y)) else (empty_x, empty_y) for x, y in parts]
+    return _joined(parts)
+
+
+def _pair(where: str, pair: Any) -> tuple[Any, Any]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise QuiverError(f"{where}: give a pair (inputs, targets), not {type(pair).__name__}.")
+    return pair[0], pair[1]
+
+
+def _tensors(where: str, part: Any) -> Tree:
+    def tensor(leaf: Any) -> Tensor:
+        try:
+            return torch.as_tensor(leaf)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise QuiverError(f"{where}: a {type(leaf).__name__} is no array: {error}") from error
+
+    several = isinstance(part, tuple) and any(hasattr(leaf, "__getitem__") for leaf in part)
+    if isinstance(part, dict):
+        return {str(key): _tensors(where, leaf) for key, leaf in part.items()}
+    if several:
+        return tuple(_tensors(where, leaf) for leaf in part)
+    return tensor(part)  # a list is rows
+
+
+def _check_rows(where: str, x: Tree, y: Tree) -> int:
+    """How many rows there are: every leaf has as many, and they are numbers."""
+    rows: dict[str, int] = {}
+    for kind, tree in (("inputs", x), ("targets", y)):
+        for path, leaf in leaves(tree):
+            called = f"{kind} {path!r}" if path else kind
+            if not leaf.ndim:
+                raise QuiverError(f"{where}: {called}: give an array with a row per sample.")
+            if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+                advice = "; clean the data first." if kind == "inputs" else "."
+                raise QuiverError(f"{where}: the {called} hold NaN or infinity{advice}")
+            rows[called] = len(leaf)
+    if not rows:
+        raise QuiverError(f"{where}: there are no inputs and no targets.")
+    if len(set(rows.values())) > 1:
+        counts = " but ".join(f"{count} {called}" for called, count in rows.items())
+        raise QuiverError(f"{where}: {counts}.")
+    return next(iter(rows.values()))
+
+
+def _check_like(where: str, what: str, tree: Tree, first: Tree) -> None:
+    """Refuse leaves other than those of the first client that has samples."""
+    mine, theirs = dict(leaves(tree)), dict(leaves(first))
+    if list(mine) != list(theirs):
+        raise QuiverError(
+            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: the same, in the "
+            "same order."
+        )
+    for path, leaf in mine.items():
+        if leaf.shape[1:] != theirs[path].shape[1:]:
+            called = f"{what} {path!r}" if path else what
             raise QuiverError(
-                f"{name}, client {client}: the inputs hold NaN or infinity; clean the data first."
+                f"{where}: {called} of shape {tuple(leaf.shape[1:])}, "
+                f"other clients have {tuple(theirs[path].shape[1:])}."
             )
-        if y.is_floating_point() and not torch.isfinite(y).all():
-            raise QuiverError(f"{name}, client {client}: the targets hold NaN or infinity.")
-        if inputs and len(x) and x.shape[1:] != inputs[0].shape[1:]:
-            raise QuiverError(
-                f"{name}, client {client}: inputs of shape {tuple(x.shape[1:])}, "
-                f"other clients have {tuple(inputs[0].shape[1:])}."
-            )
-        inputs.append(x if len(x) or not inputs else inputs[0][:0])
-        targets.append(y if y.is_floating_point() else y.long())
-    offsets = np.concatenate([[0], np.cumsum([len(y) for y in targets])]).astype(np.int64)
-    return Split(torch.cat(inputs), torch.cat(targets), offsets)
 
 
 def _classes(train: Split, test: Split, classes: int | None) -> int | None:
-    if train.y.is_floating_point() or train.y.ndim != 1:
+    one = isinstance(train.y, Tensor) and not train.y.is_floating_point() and train.y.ndim == 1
+    if not one:
         return classes
     for name, split in (("train", train), ("test", test)):
         if not len(split.y):
@@ -192,21 +257,29 @@ def federate(
     mean = dataset.mean or (0.0,) * channels
     std = dataset.std or (1.0,) * channels
     normalize = Normalize(mean, std)
-    test_x, test_y = dataset.test_x, dataset.test_y
+    learned = dataset.train_target is not None
+    train_y, test_y = (
+        (dataset.train_target, dataset.test_target)
+        if learned
+        else (dataset.train_y, dataset.test_y)
+    )
+    classes = None if learned else dataset.classes
+    test_x = dataset.test_x
     if partition.held_out:
-        test_x, test_y = dataset.train_x, dataset.train_y
-    train = _split(dataset.train_x, dataset.train_y, partition.train)
+        test_x, test_y = dataset.train_x, train_y
+    train = _split(dataset.train_x, train_y, partition.train)
     test = _split(test_x, test_y, partition.test)
     chosen = _augmentation(dataset, normalize, augment)
     if dataset.train_x.dtype == np.uint8:
-        return FederatedData(train, test, dataset.classes, normalize, chosen, partition.names)
+        return FederatedData(train, test, classes, normalize, chosen, partition.names)
     if dataset.mean:
         train, test = (replace(part, x=normalize(part.x)) for part in (train, test))
-        return FederatedData(train, test, dataset.classes, None, chosen, partition.names, normalize)
-    return FederatedData(train, test, dataset.classes, None, chosen, partition.names)
+        return FederatedData(train, test, classes, None, chosen, partition.names, normalize)
+    return FederatedData(train, test, classes, None, chosen, partition.names)
 
 
-def _split(x: Inputs, y: Integers, shares: Sequence[Integers]) -> Split:
+def _split(x: Inputs, y: Inputs | None, shares: Sequence[Integers]) -> Split:
+    assert y is not None
     rows = np.concatenate(shares)
     offsets = np.cumsum([0, *(len(share) for share in shares)]).astype(np.int64)
     return Split(torch.from_numpy(x[rows]), torch.from_numpy(y[rows]), offsets)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program
 from quiverfl.engine.workers import worker_place
+from quiverfl.seeds import hashed
 from quiverfl.task import Task
 from quiverfl.training import Training
 
@@ -46,11 +48,20 @@ class PhaseContext:
     device: torch.device
     seed: int
     rounds: int
+    draws: bool = False
+    """Whether the model draws random numbers in training, as dropout does."""
     _template: Program = field(init=False)
     _programs: dict[tuple[int, int], Program] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._template = Program.of(self.task, self.dtype, self.device)
+
+    def draw_keys(self, clients: Integers, place: Place, step: int) -> Tensor | None:
+        """What the clients' models draw from in a step, [clients]; None if they draw nothing."""
+        if not self.draws:
+            return None
+        found = hashed(self.seed, "draws", clients, place.round, place.number, step)
+        return torch.from_numpy(found.view(np.int64)).to(self.device)
 
     def program(self, slot: int = 0) -> Program:
         """The worker's own, as a module can be bound to one model at a time."""

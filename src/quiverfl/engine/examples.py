@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quiverfl.data.federated import FederatedData, Split
 from quiverfl.seeds import Hashes
+from quiverfl.trees import Tree, mapped
 
 Integers = npt.NDArray[np.int64]
 
@@ -21,12 +22,12 @@ class Examples:
     def __init__(
         self, split: Split, data: FederatedData, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def cast(tensor: Tensor) -> Tensor:
-            whole = tensor.is_floating_point() and data.prepare is None
+        def cast(tensor: Tensor, prepared: bool = True) -> Tensor:
+            whole = tensor.is_floating_point() and prepared
             return tensor.to(device=device, dtype=dtype if whole else None)
 
-        y = split.y.to(device=device, dtype=dtype if split.y.is_floating_point() else None)
-        self._split = replace(split, x=cast(split.x), y=y)
+        x = mapped(lambda leaf: cast(leaf, data.prepare is None), split.x)
+        self._split = replace(split, x=x, y=mapped(cast, split.y))
         self._prepare, self._augment = data.prepare, data.augment
         self._dtype, self._device = dtype, device
 
@@ -40,18 +41,24 @@ class Examples:
 
     def gather(
         self, rows: Integers, samples: Integers, keys: Hashes | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tree, Tree]:
         """Inputs and targets [k, n, …] of the samples [k, n] of the clients in these rows."""
         places = torch.from_numpy((self._split.offsets[rows][:, None] + samples).ravel())
         places = places.to(self._device)
-        x = self._ready(self._split.x.index_select(0, places), keys)
-        y = self._split.y.index_select(0, places)
-        return x.view(*samples.shape, *x.shape[1:]), y.view(*samples.shape, *y.shape[1:])
 
-    def _ready(self, x: Tensor, keys: Hashes | None) -> Tensor:
+        def taken(leaf: Tensor) -> Tensor:
+            return leaf.index_select(0, places)
+
+        def shaped(leaf: Tensor) -> Tensor:
+            return leaf.view(*samples.shape, *leaf.shape[1:])
+
+        x = self._ready(mapped(taken, self._split.x), keys)
+        return mapped(shaped, x), mapped(lambda leaf: shaped(taken(leaf)), self._split.y)
+
+    def _ready(self, x: Tree, keys: Hashes | None) -> Tree:
         if self._prepare is not None:
             x = self._prepare(x)
-        x = x.to(self._dtype) if x.is_floating_point() else x
+        x = mapped(lambda leaf: leaf.to(self._dtype) if leaf.is_floating_point() else leaf, x)
         if self._augment is not None and keys is not None:
             x = self._augment(x, keys.ravel())
         return x

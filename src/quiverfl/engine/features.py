@@ -9,6 +9,8 @@ that is in it. A model that cannot be traced, such as one that branches on value
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, fx, nn
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program
 from quiverfl.task import Point
+from quiverfl.trees import Tree, mapped
 
 Integers = npt.NDArray[np.int64]
 
@@ -27,7 +30,7 @@ BATCH = 512
 class HeadFeatures:
     """The features of some clients' training samples, instead of the samples."""
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
+    def __init__(self, x: Tensor, y: Tree) -> None:
         self._x, self._y = x, y
 
     @classmethod
@@ -41,25 +44,30 @@ class HeadFeatures:
             x, y = examples.gather(rows, samples[:, begin : begin + BATCH])
             parts.append(executor.see(program, point, x, features=True).features)
             targets.append(y)
-        return cls(torch.cat(parts, dim=1), torch.cat(targets, dim=1))
+        together = mapped(lambda *slabs: torch.cat(slabs, dim=1), *targets)
+        return cls(torch.cat(parts, dim=1), together)
 
-    def gather(
-        self, rows: Integers, samples: Integers, keys: object = None
-    ) -> tuple[Tensor, Tensor]:
+    def gather(self, rows: Integers, samples: Integers, keys: object = None) -> tuple[Tensor, Tree]:
         """Of the first clients, as many as there are rows."""
         places = torch.arange(len(rows), device=self._x.device)[:, None]
         index = torch.from_numpy(samples).to(self._x.device)
-        return self._x[places, index], self._y[places, index]
+        return self._x[places, index], mapped(lambda leaf: leaf[places, index], self._y)
 
 
 def head_is_last(module: nn.Module, head: str | None) -> bool:
     """Whether the model is body → head → output, proven from its graph."""
     if head is None:
         return False
+    own = copy.deepcopy(module)
     try:
-        nodes = list(_Tracer(module.get_submodule(head)).trace(module).nodes)
+        training, graph = (
+            _Tracer(own.get_submodule(head)).trace(own.train(m)) for m in (True, False)
+        )
     except Exception:  # whatever the model does that cannot be traced: there is no proof then
         return False
+    if str(training) != str(graph):  # it computes something else in training
+        return False
+    nodes = list(graph.nodes)
     calls = [node for node in nodes if node.op == "call_module" and node.target == head]
     result = next(node for node in nodes if node.op == "output").args[0]
     if len(calls) != 1 or result is not calls[0] or len(calls[0].users) != 1:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
-import torch
-from torch import Tensor, nn
-
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.model_checks import check_model
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, QuiverWarning, nearest
 from quiverfl.methods.contract import (
@@ -59,7 +56,7 @@ def check_fit(
     for phase in method.phases(task):
         phase_settings(phase, training)
     fitting(method, topology(0))
-    _check_model(task, data)
+    check_model(task, data, settings.executor)
     for key in method.unused:
         if not hasattr(training, key):
             known = nearest(key, Training.__dataclass_fields__)
@@ -252,51 +249,3 @@ def _check_kinds(
         )
     if not isinstance(training, Training):
         raise QuiverError(f"training is a {type(training).__name__}: give qv.Training(lr=0.1, …).")
-
-
-def _check_model(task: Task, data: FederatedData) -> None:
-    """Two samples through the model, as in training: inputs, outputs, and what it must not do."""
-    x = data.train.x[:2]
-    x = torch.cat([x, x])[:2]  # also where there is one sample only
-    x = data.prepare(x) if data.prepare is not None else x
-    x = x.to(torch.float32) if x.is_floating_point() else x
-    module = copy.deepcopy(task.skeleton).float()
-    outputs = _tried(module, x)
-    classes = data.classes
-    if classes is not None and outputs.ndim == 2 and outputs.shape[1] < classes:
-        raise QuiverError(
-            f"labels go up to {classes - 1} but the model has {outputs.shape[1]} outputs: "
-            f"labels are out of range; give the model {classes} outputs."
-        )
-
-
-def _tried(module: nn.Module, x: Tensor) -> Tensor:
-    before = torch.random.get_rng_state()
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    try:
-        with torch.no_grad():
-            outputs = module.train()(x)
-        drew = not torch.equal(torch.random.get_rng_state(), before)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise QuiverError(
-            f"the model does not take inputs of shape {tuple(x.shape[1:])} ({x.dtype}): {error}"
-        ) from error
-    finally:
-        torch.random.set_rng_state(before)
-    if drew:
-        raise QuiverError(
-            "the model draws random numbers in its forward (F.dropout, torch.rand_like and the "
-            "like), which cannot be reproduced per client: leave them out, or pass training=False."
-        )
-    for name, buffer in module.named_buffers():
-        if name not in buffers or not torch.equal(buffer, buffers[name]):
-            raise QuiverError(
-                f"the model changes its buffer {name!r} in forward; a client's model must be a "
-                "pure function of its parameters. Make it a parameter, or do not change it."
-            )
-    if not isinstance(outputs, Tensor):
-        raise QuiverError(
-            f"the model returns a {type(outputs).__name__}; it must return one tensor [n, …]. "
-            "Wrap it in a module whose forward picks the tensor, such as the logits."
-        )
-    return outputs

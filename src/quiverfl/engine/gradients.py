@@ -4,7 +4,8 @@
     Δ_v = (1/m) Σ_i ‖∇_v F_i(z_i, v_i)‖²    at the model (z_i, v_i) each client would use
 
 They cost two passes over all training data, forward and backward, and so are asked for by name.
-Inputs are prepared and not augmented: F_i is the loss on the examples as they are.
+Inputs are prepared and not augmented, and nothing is dropped: F_i is the loss on the examples as
+they are, of the model as it is in use.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def full_gradient(context: PhaseContext, point: Point, part: Part, rows: Integer
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         x, y = context.examples.gather(rows[here], samples)
         some = point if len(here) == len(rows) else Point(*(half[here] for half in point))
-        gradient = context.executor.bind(context.program(), some, part)
-        slope = gradient(len(here), x, y, weights_of(counts, width, values))
+        gradient = context.executor.bind(context.program(), some, part, training=False)
+        slope = gradient(len(here), x, y, weights_of(counts, width, values), None)
         share = torch.from_numpy(counts / sizes[here]).to(total.device)
         total[here] += slope.double() * share.unsqueeze(1)
     return total

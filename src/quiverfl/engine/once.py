@@ -85,7 +85,8 @@ class OnceSteps:
         x, y = context.examples.gather(group.rows, samples)
         weights = weights_of(counts, samples.shape[1], point.shared)
         gradient = context.executor.bind(context.program(), point, "whole")
-        slope = gradient(len(sizes), x, y, weights)
+        keys = context.draw_keys(group.ids, place, 0)
+        slope = gradient(len(sizes), x, y, weights, keys)
         cut = point.shared.shape[1]
         return Point(slope[:, :cut], slope[:, cut:])
 

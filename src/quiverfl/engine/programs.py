@@ -11,27 +11,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from quiverfl.engine.draws import KeyedDraws
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Part
-from quiverfl.task import PerSample, Point, Seen, Task
-from quiverfl.trees import Layout
+from quiverfl.objectives import PerSample
+from quiverfl.task import Inputs, Point, Seen, Task, given, plain
+from quiverfl.trees import Layout, Tree, first_leaf, mapped
 
-Losses = Callable[[Seen, Tensor, int], Tensor]
+Losses = Callable[[Seen, Tree, int], Tensor]
 """(seen [k, n, …], targets [k, n, …], k) → one number per sample, [k, n]."""
-Gradient = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
-"""(k, inputs [k, n, …], targets [k, n, …], weights [k, n]) → gradients [k, size of the part].
+Gradient = Callable[[int, Tree, Tree, Tensor | None, Tensor | None], Tensor]
+"""(k, inputs [k, n, …], targets [k, n, …], weights [k, n], keys [k]) → gradients [k, part's size].
 
 Of the mean loss of each of the first k clients, at the bound parameters as they are then. Weights
-are 1 for samples and 0 for padding; None where nothing is padded.
+are 1 for samples and 0 for padding; None where nothing is padded. Keys are what each client's
+model draws random numbers from; None where it draws none.
 """
 
 
@@ -44,12 +47,14 @@ class Program:
     personal: Layout
     loss: PerSample
     head: str | None
+    inputs: Inputs = "arguments"
 
     @classmethod
     def of(cls, task: Task, dtype: torch.dtype, device: torch.device) -> Program:
         module = copy.deepcopy(task.skeleton).to(dtype=dtype, device=device).eval()
         module.requires_grad_(False)
-        return cls(module, task.shared_layout, task.personal_layout, task.loss, task.head)
+        layouts = (task.shared_layout, task.personal_layout)
+        return cls(module, *layouts, task.loss, task.head, task.inputs)
 
     def another(self) -> Program:
         """The same on a module of its own; what is the same for all clients is not copied."""
@@ -57,7 +62,7 @@ class Program:
         same = [p for name, p in self.module.named_parameters() if name not in bound]
         memo = {id(tensor): tensor for tensor in (*same, *self.module.buffers())}
         module = copy.deepcopy(self.module, memo)
-        return Program(module, self.shared, self.personal, self.loss, self.head)
+        return replace(self, module=module)
 
     def head_alone(self) -> Program:
         """The personal submodule as a program on the body's features."""
@@ -90,21 +95,19 @@ class Program:
         personal = self.personal.names if part != "shared" else ()
         return shared + personal
 
-    def call(self, named: dict[str, Tensor] | None, x: Tensor, features: bool) -> Seen:
+    def call(
+        self,
+        named: dict[str, Tensor] | None,
+        x: Tree,
+        features: bool,
+        draws: KeyedDraws | None = None,
+    ) -> Seen:
         """One model on samples [n, …]: with these parameters, or with those bound to it."""
-
-        def outputs() -> Tensor:
-            if named is None:
-                found: Tensor = self.module(x)
-            else:
-                found = functional_call(self.module, named, (x,))
-            return found
-
         if not features:
-            found = outputs()
-            return Seen(found, found.new_empty(0))
+            found = self.outputs(named, x, draws)
+            return Seen(found, first_leaf(found).new_empty(0))
         with self._captured() as calls:
-            found = outputs()
+            found = self.outputs(named, x, draws)
         if len(calls) != 1 or calls[0] is None:
             raise QuiverError(
                 f"the model's features are what its head {self.head!r} is given, but it calls the "
@@ -112,6 +115,16 @@ class Program:
                 "is called once, with the features."
             )
         return Seen(found, calls[0])
+
+    def outputs(
+        self, named: dict[str, Tensor] | None, x: Tree, draws: KeyedDraws | None = None
+    ) -> Tree:
+        """What the model returns, as a tree; its random numbers come from `draws`."""
+        arguments, keywords = given(x, self.inputs)
+        with draws or nullcontext():
+            if named is None:
+                return plain(self.module(*arguments, **keywords))
+            return plain(functional_call(self.module, named, arguments, keywords))
 
     @contextmanager
     def _captured(self) -> Iterator[list[Tensor | None]]:
@@ -143,8 +156,8 @@ class Executor(Protocol):
     def chunk(self) -> int: ...
     @property
     def evaluated(self) -> int: ...
-    def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
-        """What k stacked models make of inputs [k, n, …]; nothing is differentiated."""
+    def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
+        """What k stacked models make of inputs [k, n, …], in use; nothing is differentiated."""
 
     def bind(
         self,
@@ -153,8 +166,12 @@ class Executor(Protocol):
         part: Part,
         losses: Losses | None = None,
         features: bool = False,
+        training: bool = True,
     ) -> Gradient:
-        """The gradient of one part at these stacked parameters, which may change in place."""
+        """The gradient of one part at these stacked parameters, which may change in place.
+
+        Of the model in training, where dropout is at work, or as it is in use.
+        """
 
 
 @dataclass(frozen=True)
@@ -164,7 +181,8 @@ class Vectorized:
     chunk: int = 25
     evaluated: int = 100
 
-    def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
+    def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
+        program.module.eval()
         with torch.no_grad():
             return _stacked(program, program.named(point), x, features)
 
@@ -175,16 +193,20 @@ class Vectorized:
         part: Part,
         losses: Losses | None = None,
         features: bool = False,
+        training: bool = True,
     ) -> Gradient:
         named = program.named(point)
         trained = program.trained(part)
         losses = losses or task_losses(program.loss)
+        program.module.train(training)
 
-        def gradient(k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+        def gradient(
+            k: int, x: Tree, y: Tree, weights: Tensor | None, keys: Tensor | None = None
+        ) -> Tensor:
             leaves = [named[name][:k].detach().requires_grad_() for name in trained]
             parameters = {name: tensor[:k] for name, tensor in named.items()}
             parameters.update(zip(trained, leaves, strict=True))
-            seen = _stacked(program, parameters, x, features)
+            seen = _stacked(program, parameters, x, features, keys)
             return _flat_gradient(_total(losses(seen, y, k), weights), leaves, k)
 
         return gradient
@@ -198,10 +220,11 @@ class Sequential:
     evaluated: int = 1
     image_format: torch.memory_format = torch.channels_last
 
-    def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
+    def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
+        program.module.eval()
         _bind(program, program.named(Point(*(part[0] for part in point))), ())
         with torch.no_grad():
-            return _one(program.call(None, self._laid_out(x[0]), features))
+            return _one(program.call(None, mapped(self._first, x), features))
 
     def bind(
         self,
@@ -210,19 +233,26 @@ class Sequential:
         part: Part,
         losses: Losses | None = None,
         features: bool = False,
+        training: bool = True,
     ) -> Gradient:
         named = program.named(Point(*(part[0] for part in point)))
         leaves = _bind(program, named, program.trained(part))
         losses = losses or task_losses(program.loss)
+        program.module.train(training)
 
-        def gradient(k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
-            seen = _one(program.call(None, self._laid_out(x[0]), features))
+        def gradient(
+            k: int, x: Tree, y: Tree, weights: Tensor | None, keys: Tensor | None = None
+        ) -> Tensor:
+            draws = None if keys is None else KeyedDraws(keys[0])
+            seen = _one(program.call(None, mapped(self._first, x), features, draws))
             return _flat_gradient(_total(losses(seen, y, 1), weights), leaves, 1)
 
         return gradient
 
-    def _laid_out(self, x: Tensor) -> Tensor:
-        return x.contiguous(memory_format=self.image_format) if x.ndim == 4 else x
+    def _first(self, x: Tensor) -> Tensor:
+        """The one client's, laid out as its layers like it."""
+        one = x[0]
+        return one.contiguous(memory_format=self.image_format) if one.ndim == 4 else one
 
 
 def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
@@ -243,23 +273,51 @@ def is_convolutional(task: Task) -> bool:
 def task_losses(loss: PerSample) -> Losses:
     """The task's loss on all clients' samples at once."""
 
-    def losses(seen: Seen, y: Tensor, k: int) -> Tensor:
-        return loss(seen.outputs.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+    def losses(seen: Seen, y: Tree, k: int) -> Tensor:
+        return loss(flat(seen.outputs), flat(y)).view(first_leaf(y).shape[:2])
 
     return losses
 
 
-def _stacked(program: Program, named: dict[str, Tensor], x: Tensor, features: bool) -> Seen:
-    if not features:
-        call: Callable[..., Tensor] = lambda p, x: functional_call(program.module, p, (x,))  # noqa: E731
-        outputs: Tensor = torch.vmap(call)(named, x)
-        return Seen(outputs, outputs.new_empty(0))
-    seen: Seen = torch.vmap(lambda p, x: program.call(p, x, features))(named, x)
-    return seen
+def flat(tree: Tree) -> Tree:
+    """All clients' samples in a row: [k, n, …] → [k·n, …]."""
+    return mapped(lambda leaf: leaf.flatten(0, 1), tree)
+
+
+def _stacked(
+    program: Program,
+    named: dict[str, Tensor],
+    x: Tree,
+    features: bool,
+    keys: Tensor | None = None,
+) -> Seen:
+    def call(named: dict[str, Tensor], x: Tree, key: Tensor | None) -> Any:
+        draws = None if key is None else KeyedDraws(key)
+        if features:
+            return program.call(named, x, features, draws)
+        return program.outputs(named, x, draws)
+
+    with _unfused():
+        found = torch.vmap(call, in_dims=(0, 0, None if keys is None else 0))(named, x, keys)
+    return found if features else Seen(found, first_leaf(found).new_empty(0))
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Without torch's fused transformer layer and attention for CPUs: vmap has no rule for them."""
+    layers, attention = torch.backends.mha, cast(Any, torch.backends.cuda)
+    before = layers.get_fastpath_enabled(), attention.flash_sdp_enabled()
+    layers.set_fastpath_enabled(False)
+    attention.enable_flash_sdp(False)
+    try:
+        yield
+    finally:
+        layers.set_fastpath_enabled(before[0])
+        attention.enable_flash_sdp(before[1])
 
 
 def _one(seen: Seen) -> Seen:
-    return Seen(*(tensor.unsqueeze(0) for tensor in seen))
+    return Seen(*(mapped(lambda leaf: leaf.unsqueeze(0), part) for part in seen))
 
 
 def _total(losses: Tensor, weights: Tensor | None) -> Tensor:

@@ -21,10 +21,10 @@ from quiverfl.engine.lifting import lift, lift_point, same_kind
 from quiverfl.engine.local_models import LocalModels
 from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.optimizer import Buffers
-from quiverfl.engine.programs import choose_executor
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.start import initial_states
 from quiverfl.engine.trainer import Trainer
+from quiverfl.engine.trials import Trial, executor_for
 from quiverfl.engine.workers import side_by_side, worker_count
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.contract import Message, Method, Once, Phase
@@ -54,9 +54,10 @@ class Shard:
         self.method = method
         self._task, self._settings = task, settings
         where = torch.device(settings.device)
-        self._executor = choose_executor(settings.executor, task, where)
-        self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
         examples = Examples(data.train, data, settings.dtype, where)
+        trial = Trial.of(task, examples, settings.dtype, where)
+        self._executor = executor_for(settings.executor, task, where, trial)
+        self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
         self._test = Examples(data.test, data, settings.dtype, where)
         self.context = PhaseContext(
             task,
@@ -67,6 +68,7 @@ class Shard:
             where,
             settings.seed,
             settings.rounds,
+            draws=trial is not None and trial.draws(),
         )
         self._once = OnceSteps(self.context)
         self.trainer = Trainer(self.context, self._once)

@@ -14,7 +14,8 @@ from quiverfl.errors import QuiverError, nearest
 from quiverfl.methods.options import options_of
 from quiverfl.methods.state import Role, roles
 from quiverfl.results.summary import summarize
-from quiverfl.task import Task
+from quiverfl.task import Inputs, Task, given
+from quiverfl.trees import Tree, mapped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,13 +34,19 @@ class ClientState(dict[str, Any]):
 class Prepared(nn.Module):
     """A model that takes inputs as they were in the data, before they were normalised."""
 
-    def __init__(self, model: nn.Module, prepare: Prepare) -> None:
+    def __init__(self, model: nn.Module, prepare: Prepare, inputs: Inputs = "arguments") -> None:
         super().__init__()
-        self.model, self.prepare = model, prepare
+        self.model, self.prepare, self._inputs = model, prepare, inputs
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tree) -> Any:
+        """Inputs that are several arguments of the model are one dictionary or tuple here."""
         like = next(self.model.parameters())
-        return self.model(self.prepare(x).to(device=like.device, dtype=like.dtype))
+
+        def cast(leaf: Tensor) -> Tensor:
+            return leaf.to(like.device, like.dtype if leaf.is_floating_point() else None)
+
+        arguments, keywords = given(mapped(cast, self.prepare(x)), self._inputs)
+        return self.model(*arguments, **keywords)
 
 
 class Run:
@@ -87,7 +94,7 @@ class Run:
             )
         model = self._task.module(self._shard.model(row, stage))
         normalize = self._data.normalize or self._data.prepare
-        return model if normalize is None else Prepared(model, normalize).eval()
+        return model if normalize is None else Prepared(model, normalize, self._task.inputs).eval()
 
     def state(self, client: int) -> ClientState:
         """The client's state; parts like u and v as named tensors. Without push-sum, mu is 1."""

@@ -17,6 +17,7 @@ from quiverfl.methods.contract import Method, Start
 from quiverfl.methods.state import roles
 from quiverfl.seeds import stream
 from quiverfl.task import Point, Task
+from quiverfl.trees import Tree, first_leaf, mapped
 
 Integers = npt.NDArray[np.int64]
 
@@ -87,11 +88,16 @@ def _shapes(context: PhaseContext, agreed: Point) -> tuple[tuple[int, ...], tupl
     x, _ = context.examples.gather(np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64))
     point = Point(*(part.to(context.device, context.dtype) for part in agreed))
     program = context.program()
-    named = program.named(point)
+    named, one = program.named(point), mapped(lambda leaf: leaf[0], x)
     with torch.no_grad():
         try:
-            seen = program.call(named, x[0], features=program.head is not None)
+            seen = program.call(named, one, features=program.head is not None)
         except QuiverError:  # a head that is called otherwise: whoever needs features is told then
-            return (), tuple(program.call(named, x[0], features=False).outputs.shape[1:])
+            return (), _shape(program.call(named, one, features=False).outputs)
     shape = tuple(seen.features.shape[1:]) if program.head is not None else ()
-    return shape, tuple(seen.outputs.shape[1:])
+    return shape, _shape(seen.outputs)
+
+
+def _shape(outputs: Tree) -> tuple[int, ...]:
+    """Of what is said of one sample; of several tensors the first."""
+    return tuple(first_leaf(outputs).shape[1:])

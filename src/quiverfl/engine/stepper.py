@@ -19,6 +19,7 @@ from quiverfl.methods.state import State
 from quiverfl.seeds import Hashes
 from quiverfl.task import Point, Seen
 from quiverfl.training import Training
+from quiverfl.trees import Tree
 
 Integers = npt.NDArray[np.int64]
 
@@ -28,7 +29,7 @@ class Source(Protocol):
 
     def gather(
         self, rows: Integers, samples: Integers, keys: Hashes | None = None
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tree, Tree]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,9 @@ class Batch:
     samples: Integers
     counts: Integers
     keys: Hashes | None
+    """Of every sample, for augmentation."""
+    draws: Tensor | None = None
+    """Of every client, for what its model draws."""
 
     def halves(self) -> tuple[Batch, Batch]:
         """The first half of every client's samples, and the rest; a single sample is both."""
@@ -49,7 +53,7 @@ class Batch:
         width = int(counts.max())
         places = np.minimum(begin[:, None] + np.arange(width), self.samples.shape[1] - 1)
         keys = None if self.keys is None else np.take_along_axis(self.keys, places, axis=1)
-        return Batch(np.take_along_axis(self.samples, places, axis=1), counts, keys)
+        return Batch(np.take_along_axis(self.samples, places, axis=1), counts, keys, self.draws)
 
 
 class Stepper:
@@ -80,7 +84,8 @@ class Stepper:
         self._gradient = executor.bind(
             programs(0), self.point, phase.part, self._losses(), features
         )
-        self._x: Tensor | None = None
+        self._x: Tree = None
+        self._draws: Tensor | None = None
 
     @property
     def buffers(self) -> Buffers:
@@ -99,10 +104,12 @@ class Stepper:
             first, second = (self._gathered(rows, half) for half in batch.halves())
         else:
             first = second = self._gathered(rows, batch)
-        for _ in range(self._phase.repeats):
+        for repeat in range(self._phase.repeats):
+            # Both gradients of a lookahead are of one function: the same numbers are drawn.
+            self._draws = None if batch.draws is None else batch.draws + repeat
             self._descent.step(self._slope(len(rows), first, second))
 
-    def _gathered(self, rows: Integers, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _gathered(self, rows: Integers, batch: Batch) -> tuple[Tree, Tree, Tensor | None]:
         x, y = self._source.gather(rows, batch.samples, batch.keys)
         return x, y, weights_of(batch.counts, batch.samples.shape[1], self._values)
 
@@ -125,9 +132,9 @@ class Stepper:
         changed = lift_point(phase.gradient)(self._halves(slope), self._here(k), self._first(k))
         return torch.cat(changed, dim=1)
 
-    def _taken(self, k: int, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+    def _taken(self, k: int, x: Tree, y: Tree, weights: Tensor | None) -> Tensor:
         self._x = x
-        return self._gradient(k, x, y, weights)
+        return self._gradient(k, x, y, weights, self._draws)
 
     def _here(self, k: int) -> Point:
         return Point(*(part[:k] for part in self.point))
@@ -157,7 +164,7 @@ class Stepper:
         if loss is None:
             return None
 
-        def losses(seen: Seen, y: Tensor, k: int) -> Tensor:
+        def losses(seen: Seen, y: Tree, k: int) -> Tensor:
             state = self._first(k)
             taught = self._taught(loss, state)
             found: Tensor = lift(loss.of)(seen, y, state, taught)

@@ -100,7 +100,8 @@ class Trainer:
 
     def trains_on_features(self, phase: Train) -> bool:
         """Whether a head is trained on a body that stands still, and nothing else looks at it."""
-        still = not self.context.examples.augmented
+        # With augmentation or dropout the body sees something else at every visit.
+        still = not self.context.examples.augmented and not self.context.draws
         return still and self._head_is_last and _plain_head(phase)
 
 
@@ -127,7 +128,7 @@ class _Way:
             epoch = self.batches.epochs[some, step][:, None]
             ids = self.ids[:k, None]
             keys = sample_keys(context.seed, ids, place.round, place.number, epoch, samples)
-        return Batch(samples, counts, keys)
+        return Batch(samples, counts, keys, context.draw_keys(self.ids[:k], place, step))
 
     def descend(
         self, phase: Train, state: Any, training: Training, kept: Buffers | None

@@ -61,10 +61,12 @@ class FedProto(Method[ProtoState]):
             seen: Seen, targets: Tensor, state: ProtoState, teachers: tuple[Seen, ...]
         ) -> Tensor:
             """Equation 8: ℓ_S + λ · the distance to the class's prototype."""
-            if targets.is_floating_point() or targets.ndim != 1:
+            one = isinstance(targets, Tensor) and targets.ndim == 1
+            if not one or targets.is_floating_point():
                 raise QuiverError("fedproto needs one class label per sample as its target.")
             away = (seen.features - state.prototypes[targets]).square().mean(dim=1)
-            return task.loss(seen.outputs, targets) + self.proximal * state.known[targets] * away
+            supervised: Tensor = task.loss(seen.outputs, targets)
+            return supervised + self.proximal * state.known[targets] * away
 
         return train_whole(self.epochs, loss=Loss(drawn, features=True)), Once(
             self._collect, statistics=self._per_class

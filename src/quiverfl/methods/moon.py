@@ -58,7 +58,8 @@ class MOON(Method[MoonState]):
         ) -> Tensor:
             """Line 17: ℓ = ℓ_sup + μ ℓ_con."""
             received, previous = teachers
-            return task.loss(seen.outputs, targets) + self.contrast * self._contrast(
+            supervised: Tensor = task.loss(seen.outputs, targets)
+            return supervised + self.contrast * self._contrast(
                 seen.features, received.features, previous.features
             )
 

@@ -121,6 +121,8 @@ def _held_out(dataset: Dataset, share: float) -> Dataset:
         train_y=dataset.train_y[train],
         test_x=dataset.train_x[test],
         test_y=dataset.train_y[test],
+        train_target=None if dataset.train_target is None else dataset.train_target[train],
+        test_target=None if dataset.train_target is None else dataset.train_target[test],
         train_owner=None,
         test_owner=None,
         owner_names=(),

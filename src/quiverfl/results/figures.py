@@ -264,5 +264,5 @@ def _label_metric(axes: Axes, metric: str, side: Literal["x", "y"]) -> None:
     axis = axes.xaxis if side == "x" else axes.yaxis
     if numbers.is_share(metric):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-    words = "test accuracy" if numbers.is_share(metric) else f"test {metric}"
+    words = f"test {metric}"
     (axes.set_xlabel if side == "x" else axes.set_ylabel)(words)

@@ -65,9 +65,9 @@ def _place(run: RunResult) -> tuple[bool, int, str]:
 
 
 def common_metric(groups: Sequence[Group]) -> str:
-    """Accuracy if anybody has one, otherwise the loss."""
-    metrics = {headline(run.history) for group in groups for run in group.runs if len(run.history)}
-    return "loss" if metrics == {"loss"} else "accuracy"
+    """What most runs are judged by, the first of several; a run without it shows nothing."""
+    found = [headline(run.history) for group in groups for run in group.runs if len(run.history)]
+    return max(found, key=found.count, default="accuracy")
 
 
 def _group(label: str, runs: list[RunResult], style: Style) -> Group:

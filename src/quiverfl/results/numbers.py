@@ -8,13 +8,16 @@ NOTHING = "–"
 MINUS = "−"
 
 
+SHARES = ("accuracy", "f1", "auroc")
+
+
 def is_share(metric: str) -> bool:
-    """Accuracies are shown in percent, losses and other metrics as they are."""
-    return metric == "accuracy"
+    """Accuracies and their kin are shown in percent, losses and other metrics as they are."""
+    return metric in SHARES
 
 
 def unit(metric: str) -> str:
-    return "accuracy in %" if is_share(metric) else metric
+    return f"{metric} in %" if is_share(metric) else metric
 
 
 def score(value: float, metric: str) -> str:

@@ -65,13 +65,20 @@ def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
 
 
 def headline(history: pd.DataFrame) -> str:
-    """The metric results are judged by: accuracy where there is one, otherwise the loss."""
-    has_accuracy = "accuracy" in history and bool(history["accuracy"].notna().any())
-    return "accuracy" if has_accuracy or "loss" not in history else "loss"
+    """The metric results are judged by: the first of the task's; the loss comes last."""
+    for metric in history.columns:
+        if metric not in ("round", "stage", "client") and bool(history[metric].notna().any()):
+            return str(metric)
+    return "loss" if "loss" in history else "accuracy"
+
+
+LOWER = ("loss", "mae", "mse", "rmse", "perplexity")
+LOWER_ENDS = ("_loss", "_error")
 
 
 def higher_is_better(metric: str) -> bool:
-    return metric != "loss"
+    """By the metric's name, one's own included: a loss or an error is better when it is lower."""
+    return metric not in LOWER and not metric.endswith(LOWER_ENDS)
 
 
 def by_client(history: pd.DataFrame, stage: str, metric: str) -> pd.DataFrame:

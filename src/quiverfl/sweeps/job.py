@@ -81,7 +81,7 @@ class _Telling:
         self._scores: dict[str, float] = {}
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        values = metrics.get("accuracy", metrics["loss"])
+        values = next(iter(metrics.values()))  # of the metric that results are judged by
         if not np.isnan(values).all():
             self._scores[stage] = float(np.nanmean(values))
 

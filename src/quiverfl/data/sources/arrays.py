@@ -14,6 +14,8 @@ Values = npt.NDArray[Any]
 COLOURS = (1, 3, 4)
 KINDS = ("ids", "numbers")
 """What `data.options.inputs` may be."""
+TARGETS = ("labels", "numbers", "ids")
+"""What `data.options.targets` may be."""
 
 
 def from_arrays(
@@ -24,13 +26,20 @@ def from_arrays(
     owners: tuple[Values, Values] | None = None,
     classes: int | None = None,
     ids: bool = False,
+    targets: str | None = None,
 ) -> Dataset:
     """A Dataset whose inputs are normalised by channel, or ids; `where` is the file, for messages.
 
-    `ids` keeps the inputs as the whole numbers they are.
+    `ids` keeps the inputs as the whole numbers they are. `targets` says that what is learned is
+    "numbers" or "ids" and not a label; all examples then have one label.
     """
     train_x, test_x = (as_ids(where, x) if ids else as_inputs(where, x) for x, _ in (train, test))
-    train_y, test_y, class_names = as_labels(where, train[1], test[1], classes)
+    train_target, test_target = as_targets(where, train[1], test[1], targets)
+    labels = (train[1], test[1])
+    if train_target is not None:
+        labels = (np.zeros(len(train[1]), np.int64), np.zeros(len(test[1]), np.int64))
+        classes = 1
+    train_y, test_y, class_names = as_labels(where, *labels, classes)
     train_owner = test_owner = None
     owner_names: tuple[str, ...] = ()
     if owners is not None:
@@ -49,6 +58,8 @@ def from_arrays(
         train_owner=train_owner,
         test_owner=test_owner,
         owner_names=owner_names,
+        train_target=train_target,
+        test_target=test_target,
     )
 
 
@@ -92,16 +103,43 @@ def are_ids(inputs: str | None, unless_said: bool) -> bool:
     return inputs == "ids"
 
 
+def as_targets(
+    where: str, train: Values, test: Values, kind: str | None
+) -> tuple[Inputs | None, Inputs | None]:
+    """Numbers of any shape as float32 or ids as int64; nothing where labels are learned."""
+    if kind is None or kind == "labels":
+        return None, None
+    if kind not in TARGETS:
+        raise QuiverError(f"data.options.targets = {kind!r}: {nearest(kind, TARGETS)}")
+    wanted: Any = np.integer if kind == "ids" else np.number
+    for part in (train, test):
+        if not np.issubdtype(part.dtype, wanted) and not (
+            kind == "numbers" and part.dtype == np.bool_
+        ):
+            words = "whole numbers" if kind == "ids" else "numbers"
+            raise QuiverError(
+                f"{where}: targets are {part.dtype}; data.options.targets = {kind!r} needs {words}."
+            )
+    kinds = np.int64 if kind == "ids" else np.float32
+    return np.ascontiguousarray(train, kinds), np.ascontiguousarray(test, kinds)
+
+
 def as_labels(
     where: str, train: Values, test: Values, classes: int | None
 ) -> tuple[Integers, Integers, tuple[str, ...]]:
     """Whole numbers are labels as they stand; anything else is numbered in sorted order."""
     for labels in (train, test):
         if labels.ndim != 1:
-            raise QuiverError(f"{where}: labels have the shape {list(labels.shape)}, not [n].")
+            raise QuiverError(
+                f"{where}: labels have the shape {list(labels.shape)}, not [n]; set "
+                "data.options.targets = 'numbers' or 'ids' to learn several per example."
+            )
     for labels in (train, test):
         if np.issubdtype(labels.dtype, np.floating) and len(labels):
-            raise QuiverError(f"{where}: labels are {labels.dtype}; use whole numbers or text.")
+            raise QuiverError(
+                f"{where}: labels are {labels.dtype}; use whole numbers or text, or set "
+                "data.options.targets = 'numbers' to learn numbers."
+            )
     if np.issubdtype(train.dtype, np.integer):
         if len(test) and not np.issubdtype(test.dtype, np.integer):
             raise QuiverError(

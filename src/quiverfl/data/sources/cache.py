@@ -25,7 +25,7 @@ FOLDER = ".quiver-cache"
 VERSION = 3
 """Of what readers make of the same files: a cache from before is not taken for it."""
 MAPPED = ("train_x", "test_x")
-LOADED = ("train_y", "test_y", "train_owner", "test_owner")
+LOADED = ("train_y", "test_y", "train_owner", "test_owner", "train_target", "test_target")
 DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)
 
 

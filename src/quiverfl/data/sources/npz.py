@@ -28,10 +28,12 @@ def read_npz(
     test_share: float = 0.2,
     classes: int | None = None,
     inputs: str | None = None,
+    targets: str | None = None,
 ) -> Dataset:
     """Images as uint8 [n, channels, height, width] (or channels last), ids or numbers.
 
-    `inputs` says "ids" or "numbers" where the type of the array does not.
+    `inputs` says "ids" or "numbers" where the type of the array does not. `targets` says that y
+    holds "numbers" or "ids" of any shape to be learned, and not labels.
     """
     arrays = _load(path)
     if "train_x" in arrays:
@@ -40,17 +42,18 @@ def read_npz(
         if "train_owner" in arrays:
             owners = _take(path, arrays, "train_owner", "test_owner")
         ids = are_ids(inputs, _of_ids(parts[0][0]))
-        return from_arrays(path.stem, str(path), parts[0], parts[1], owners, classes, ids)
+        return from_arrays(path.stem, str(path), parts[0], parts[1], owners, classes, ids, targets)
     x, y = _take(path, arrays, "x", "y")
     owner = arrays.get("owner")
     for key, array in (("y", y), ("owner", owner)):
         if array is not None and len(array) != len(x):
             raise QuiverError(f"{path}: 'x' holds {len(x)} examples and {key!r} {len(array)}.")
-    train, test = train_and_test(y if owner is None else owner, test_share)
+    groups = y if y.ndim == 1 and targets in (None, "labels") else np.zeros(len(y), np.int64)
+    train, test = train_and_test(groups if owner is None else owner, test_share)
     owners = None if owner is None else (owner[train], owner[test])
     whole = (x[train], y[train]), (x[test], y[test])
     ids = are_ids(inputs, _of_ids(x))
-    return from_arrays(path.stem, str(path), *whole, owners, classes, ids)
+    return from_arrays(path.stem, str(path), *whole, owners, classes, ids, targets)
 
 
 def _of_ids(x: npt.NDArray[Any]) -> bool:

@@ -30,7 +30,7 @@ Values = npt.NDArray[Any]
 
 def read_table(
     path: Path,
-    label: str = "label",
+    label: str | Sequence[str] = "label",
     features: str | Sequence[str] | None = None,
     owner: str | None = None,
     split: str | None = None,
@@ -38,33 +38,46 @@ def read_table(
     classes: int | None = None,
     inputs: str | None = None,
     exclude: str | Sequence[str] = (),
+    targets: str | None = None,
 ) -> Dataset:
     """`features`: the column or columns of the inputs (None: all that are left) but for `exclude`.
 
     In both, `px*` means all columns whose names begin with px.
 
-    Whole numbers are numbers like any others (ages, counts) unless `inputs` is "ids".
+    Whole numbers are numbers like any others (ages, counts) unless `inputs` is "ids". `targets`
+    says that the column or columns `label` hold "numbers" or "ids" to be learned, and not labels.
 
     `owner` names the column that says whose row it is. `split` names a column with `train` or
     `test` in every row; without it a share of every owner's rows (of every class's, where there
     are no owners) is taken for testing.
     """
     table = _load(path)
-    for column in (label, owner, split):
+    wanted = [label] if isinstance(label, str) else list(label)
+    for column in (*wanted, owner, split):
         if column is not None:
             _check_column(path, table, column)
     ids = are_ids(inputs, unless_said=False)
-    columns = _feature_columns(path, table, features, exclude, {label, owner, split})
+    columns = _feature_columns(path, table, features, exclude, {*wanted, owner, split})
     x = _inputs(path, table, columns, ids)
-    y = _column(path, table, label)
+    y = _learned(path, table, wanted, isinstance(label, str))
     owners = None if owner is None else _column(path, table, owner)
     if split is None:
-        train, test = train_and_test(y if owners is None else owners, test_share)
+        groups = y if y.ndim == 1 and targets in (None, "labels") else np.zeros(len(y), np.int64)
+        train, test = train_and_test(groups if owners is None else owners, test_share)
     else:
         train, test = _by_column(path, table, split)
     pairs = (x[train], y[train]), (x[test], y[test])
     whose = None if owners is None else (owners[train], owners[test])
-    return from_arrays(path.stem, str(path), *pairs, whose, classes, ids)
+    return from_arrays(path.stem, str(path), *pairs, whose, classes, ids, targets)
+
+
+def _learned(path: Path, table: pd.DataFrame, columns: list[str], one: bool) -> Values:
+    """One column's values or lists [n, …], or several columns' values [n, columns]."""
+    if not one:
+        return np.stack([_column(path, table, column) for column in columns], axis=1)
+    if isinstance(table[columns[0]].iloc[0], list | np.ndarray):
+        return _lists(path, table, columns[0])
+    return _column(path, table, columns[0])
 
 
 def _load(path: Path) -> pd.DataFrame:
