@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.federated import FederatedData, Split
+from quiverfl.engine.byte_images import ByteImages
 from quiverfl.seeds import Hashes
 
 Integers = npt.NDArray[np.int64]
@@ -19,8 +20,15 @@ class Examples:
     """One split. Inputs that are floats already are cast once; others when they are gathered."""
 
     def __init__(
-        self, split: Split, data: FederatedData, dtype: torch.dtype, device: torch.device
+        self,
+        split: Split,
+        data: FederatedData,
+        dtype: torch.dtype,
+        device: torch.device,
+        image_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
+        """`image_format` is how images are best handed over; numbers do not depend on it."""
+
         def cast(tensor: Tensor) -> Tensor:
             whole = tensor.is_floating_point() and data.prepare is None
             return tensor.to(device=device, dtype=dtype if whole else None)
@@ -29,6 +37,7 @@ class Examples:
         self._split = replace(split, x=cast(split.x), y=y)
         self._prepare, self._augment = data.prepare, data.augment
         self._dtype, self._device = dtype, device
+        self._images = ByteImages.of(self._split.x, data, dtype, image_format)
 
     @property
     def sizes(self) -> Integers:
@@ -44,7 +53,10 @@ class Examples:
         """Inputs and targets [k, n, …] of the samples [k, n] of the clients in these rows."""
         places = torch.from_numpy((self._split.offsets[rows][:, None] + samples).ravel())
         places = places.to(self._device)
-        x = self._ready(self._split.x.index_select(0, places), keys)
+        if self._images is not None:
+            x = self._images.take(places, keys)
+        else:
+            x = self._ready(self._split.x.index_select(0, places), keys)
         y = self._split.y.index_select(0, places)
         return x.view(*samples.shape, *x.shape[1:]), y.view(*samples.shape, *y.shape[1:])
 

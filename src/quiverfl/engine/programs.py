@@ -143,6 +143,8 @@ class Executor(Protocol):
     def chunk(self) -> int: ...
     @property
     def evaluated(self) -> int: ...
+    @property
+    def image_format(self) -> torch.memory_format: ...
     def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
         """What k stacked models make of inputs [k, n, …]; nothing is differentiated."""
 
@@ -163,6 +165,7 @@ class Vectorized:
 
     chunk: int = 25
     evaluated: int = 100
+    image_format: torch.memory_format = torch.contiguous_format
 
     def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
         with torch.no_grad():

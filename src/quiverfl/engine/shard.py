@@ -55,8 +55,9 @@ class Shard:
         where = torch.device(settings.device)
         self._executor = choose_executor(settings.executor, task, where)
         self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
-        examples = Examples(data.train, data, settings.dtype, where)
-        self._test = Examples(data.test, data, settings.dtype, where)
+        layout = self._executor.image_format
+        examples = Examples(data.train, data, settings.dtype, where, layout)
+        self._test = Examples(data.test, data, settings.dtype, where, layout)
         self.context = PhaseContext(
             task,
             examples,
