@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,8 +104,12 @@ def carry_out(
     estimated: bool,
     retry: bool,
     quiet: bool,
+    until: Mapping[str, int] | None = None,
 ) -> list[Outcome]:
-    """Say how much there is to do, do it, and show it meanwhile."""
+    """Say how much there is to do, do it, and show it meanwhile.
+
+    `until` has rounds, by the names of cells, that are enough for now.
+    """
     check_jobs(jobs)
     check_inputs(cells, places)
     todo = pending(cells, places, retry)
@@ -124,7 +128,7 @@ def carry_out(
         return []
     try:
         with overview(todo, seconds, quiet) as watcher:
-            return run_cells(todo, places, jobs, watcher)
+            return run_cells(todo, places, jobs, watcher, until)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command resumes from the checkpoints.")
         raise

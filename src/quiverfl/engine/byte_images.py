@@ -7,6 +7,7 @@ quarter of the memory; what comes out is bit for bit what `prepare` and `augment
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,15 +15,27 @@ from quiverfl.data.augmentation import CropFlip
 from quiverfl.data.federated import FederatedData, Normalize
 from quiverfl.seeds import Hashes
 
+Bytes = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int64]
+
 
 class ByteImages:
-    """Images [n, channels, height, width] of one split, with a copy of their bytes."""
+    """Images [n, channels, height, width] of one split: a copy of their bytes with a black rim."""
 
     def __init__(self, x: Tensor, normalize: Normalize, augment: CropFlip | None) -> None:
-        self._bytes = x.permute(0, 2, 3, 1).contiguous()
-        self._augment = augment
+        self._draws, self._side = augment, 0 if augment is None else augment.padding
+        count, channels, height, width = x.shape
+        self._shape = (height, width, channels)
+        rim = ((0, 0), (self._side, self._side), (self._side, self._side), (0, 0))
+        padded = np.pad(x.permute(0, 2, 3, 1).numpy(), rim)
+        # Every run of `width` pixels as one item that begins in its first: a cut is one per row.
+        self._runs: np.ndarray[tuple[int, ...], np.dtype[np.void]] = np.ndarray(
+            (count, height + 2 * self._side, 2 * self._side + 1),
+            np.dtype((np.void, width * channels)),
+            padded,
+            strides=padded.strides[:3],
+        )
         # One number for each place of a row: a channel at a time is many times slower.
-        width = x.shape[3]
         scale, shift = normalize.factors(255.0)
         self._scale, self._shift = scale.repeat(width), shift.repeat(width)
 
@@ -41,36 +54,21 @@ class ByteImages:
             return None  # padding with bytes of 0 is padding with what black becomes
         return cls(x, normalize, augment)
 
-    def take(self, places: Tensor, keys: Hashes | None) -> Tensor:
+    def take(self, places: Integers, keys: Hashes | None) -> Tensor:
         """These images, ready for the model; augmented where there are keys."""
-        images = self._bytes.index_select(0, places)
-        if self._augment is not None and keys is not None:
-            images = torch.from_numpy(cut_and_flipped(self._augment, images.numpy(), keys.ravel()))
-        count, height, width, channels = images.shape
-        rows = images.view(count * height, width * channels).to(torch.float32)
+        if self._draws is None or keys is None:
+            images = self._cut(places, np.full(len(places), self._side), self._side)
+        else:
+            down, right, flips = self._draws.draws(keys.ravel())
+            images = self._cut(places, down, right[:, None])
+            flipped = np.flatnonzero(flips)
+            images[flipped] = torch.from_numpy(images[flipped]).flip(2).numpy()
+        rows = torch.from_numpy(images).view(-1, len(self._scale)).to(torch.float32)
         ready = rows.mul_(self._scale).add_(self._shift)
-        return ready.view(count, height, width, channels).permute(0, 3, 1, 2)
+        return ready.view(images.shape).permute(0, 3, 1, 2)
 
-
-def cut_and_flipped(
-    augment: CropFlip, images: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], keys: Hashes
-) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Crop and flip of bytes [n, height, width, channels], padded with 0."""
-    down, right, flips = augment.draws(keys)
-    count, height, width, channels = images.shape
-    side = augment.padding
-    padded = np.zeros((count, height + 2 * side, width + 2 * side, channels), dtype=np.uint8)
-    padded[:, side : side + height, side : side + width] = images
-    # Every run of `width` pixels as one item that begins in its first: a cut is one per row.
-    run = np.dtype((np.void, width * channels))
-    places = (count, height + 2 * side, 2 * side + 1)
-    runs: np.ndarray[tuple[int, ...], np.dtype[np.void]] = np.ndarray(
-        places, run, padded, strides=padded.strides[:3]
-    )
-    rows = down[:, None] + np.arange(height)
-    cut = runs[np.arange(count)[:, None], rows, right[:, None]].view(np.uint8)
-    cut = cut.reshape(images.shape)
-    flipped = np.flatnonzero(flips)
-    if len(flipped):
-        cut[flipped] = torch.from_numpy(cut[flipped]).flip(2).numpy()
-    return cut
+    def _cut(self, places: Integers, down: Integers, right: Integers | int) -> Bytes:
+        """[n, height, width, channels], so far down and to the right in the padded images."""
+        rows = down[:, None] + np.arange(self._shape[0])
+        cut: Bytes = self._runs[places[:, None], rows, right].view(np.uint8)
+        return cut.reshape(len(places), *self._shape)

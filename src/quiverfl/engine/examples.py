@@ -51,10 +51,10 @@ class Examples:
         self, rows: Integers, samples: Integers, keys: Hashes | None = None
     ) -> tuple[Tensor, Tensor]:
         """Inputs and targets [k, n, …] of the samples [k, n] of the clients in these rows."""
-        places = torch.from_numpy((self._split.offsets[rows][:, None] + samples).ravel())
-        places = places.to(self._device)
+        flat = (self._split.offsets[rows][:, None] + samples).ravel()
+        places = torch.from_numpy(flat).to(self._device)
         if self._images is not None:
-            x = self._images.take(places, keys)
+            x = self._images.take(flat, keys)
         else:
             x = self._ready(self._split.x.index_select(0, places), keys)
         y = self._split.y.index_select(0, places)
