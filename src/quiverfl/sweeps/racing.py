@@ -76,7 +76,8 @@ class Standing:
 
     @property
     def inside_the_noise(self) -> bool:
-        return self.error > 0 and abs(self.behind) <= self.error
+        """NaN is not."""
+        return abs(self.behind) <= self.error
 
 
 @dataclass
