@@ -28,6 +28,7 @@ COUNTS = {
     "fig3a": 5 * 1 * 3,
     "fig3b": 6 * 1 * 3,
     "fig5": 4 * 10 * 3,
+    "unreliable": 5 * 4 * 3,
 }
 
 

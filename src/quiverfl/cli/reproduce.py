@@ -33,6 +33,7 @@ from quiverfl.cli.sweep import (
 )
 from quiverfl.extras import require
 from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
+from quiverfl.paper.reproduce.rates import Protocol as Whose
 from quiverfl.paper.reproduce.rates import named, rate_settings
 from quiverfl.paper.reproduce.selection import item_cells
 from quiverfl.paper.reproduce.variants import (
@@ -116,7 +117,7 @@ def reproduce(
     from quiverfl.paper.reproduce.write import Shown  # late: it loads matplotlib
 
     item = find_item(what)
-    whose = None if protocol is None else protocol.value
+    whose: Whose | None = None if protocol is None else protocol.value
     given = [*rate_settings(whose, scale, rates), *graph_settings(graph.value), *(set_ or ())]
     wanted = choice(methods, seeds, cases, given)
     cells = item_cells(item, scale, wanted, equal is Equal.participation)
