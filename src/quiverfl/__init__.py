@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         ring,
         star,
         torus,
+        unreliable,
     )
     from quiverfl.training import Training
 
@@ -161,6 +162,7 @@ __all__ = [
     "simulate",
     "star",
     "torus",
+    "unreliable",
 ]
 
 _PLACES = {
@@ -238,6 +240,7 @@ _PLACES = {
     "ring": "quiverfl.topologies",
     "star": "quiverfl.topologies",
     "torus": "quiverfl.topologies",
+    "unreliable": "quiverfl.topologies",
     "Training": "quiverfl.training",
 }
 """Where each of them comes from; the same as the imports above, which type checkers read."""
