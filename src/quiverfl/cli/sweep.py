@@ -123,7 +123,7 @@ def carry_out(
         console.print(f"{len(of)} of them cannot run yet: {reason}", markup=False, soft_wrap=True)
     seconds: dict[str, float | None] = {}
     if estimated and todo:
-        seconds = _estimate(todo, cells, places, jobs, console, absent)
+        seconds = _estimate(todo, cells, places, jobs, console, absent, until)
     if dry_run or not todo:
         return []
     try:
@@ -141,6 +141,7 @@ def _estimate(
     jobs: int,
     console: Console,
     said: Container[str],
+    until: Mapping[str, int] | None = None,
 ) -> dict[str, float | None]:
     from quiverfl.sweeps.estimate import estimate
 
@@ -151,6 +152,7 @@ def _estimate(
             cells,
             max(1, cores() // jobs),
             lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …"),
+            until,
         )
     unknown = f"; {found.unknown} cells could not be estimated" if found.unknown else ""
     if found.unknown == len(todo):
