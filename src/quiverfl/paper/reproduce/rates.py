@@ -19,8 +19,8 @@ KEYS = ("training.lr", "training.lr_decay", "training.personal_lr", "method.fine
 
 WORDS = {
     "paper": "The paper's learning rates for every method: nothing was tuned.",
-    "tuned": "Every method has its own learning rates, chosen by `quiver tune` on samples set "
-    "aside from the training data, from as many tries for each.",
+    "tuned": "Rates tuned with `quiver tune`, on samples set aside from the training data; "
+    "methods that were not tuned have the scale's.",
 }
 
 
