@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         ring,
         star,
         torus,
+        unreliable,
     )
     from quiverfl.training import Training
 
@@ -167,6 +168,7 @@ __all__ = [
     "simulate",
     "star",
     "torus",
+    "unreliable",
 ]
 
 _PLACES = {
@@ -247,6 +249,7 @@ _PLACES = {
     "ring": "quiverfl.topologies",
     "star": "quiverfl.topologies",
     "torus": "quiverfl.topologies",
+    "unreliable": "quiverfl.topologies",
     "Training": "quiverfl.training",
 }
 """Where each of them comes from; the same as the imports above, which type checkers read."""

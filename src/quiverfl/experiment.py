@@ -31,9 +31,9 @@ from quiverfl.topologies import Topology, make_topology, topology_options
 
 TOPOLOGY_OPTIONS = {
     "isolated": (),
-    "star": ("sampled",),
-    "random_regular": ("neighbors", "participation"),
-    "random_push": ("neighbors", "participation"),
+    "star": ("sampled", "link_failure"),  # which it refuses
+    "random_regular": ("neighbors", "participation", "link_failure"),
+    "random_push": ("neighbors", "participation", "link_failure"),
 }
 """Which of the options that "auto" takes each of them has a use for."""
 

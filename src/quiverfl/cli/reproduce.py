@@ -33,6 +33,8 @@ from quiverfl.cli.sweep import (
 )
 from quiverfl.extras import require
 from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
+from quiverfl.paper.reproduce.rates import Protocol as Whose
+from quiverfl.paper.reproduce.rates import named, rate_settings
 from quiverfl.paper.reproduce.selection import item_cells
 from quiverfl.paper.reproduce.variants import (
     graph_settings,
@@ -58,6 +60,11 @@ class Graph(enum.StrEnum):
     pull = "pull"
 
 
+class Protocol(enum.StrEnum):
+    paper = "paper"
+    tuned = "tuned"
+
+
 class Equal(enum.StrEnum):
     rounds = "rounds"
     participation = "participation"
@@ -66,7 +73,7 @@ class Equal(enum.StrEnum):
 def reproduce(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(ITEMS)}.")],
     scale: Annotated[
-        str, typer.Option(help="small, paper, tiny (a smoke test), or a folder of sweeps.")
+        str, typer.Option(help="small, medium, paper, tiny (a smoke test), or a folder of sweeps.")
     ] = "small",
     methods: Methods = None,
     seeds: Seeds = None,
@@ -82,6 +89,16 @@ def reproduce(
         Equal,
         typer.Option(help="participation: server methods get more rounds, to train as often."),
     ] = Equal.rounds,
+    protocol: Annotated[
+        Protocol | None,
+        typer.Option(
+            help="Whose learning rates: the paper's for all methods, or tuned ones. "
+            "The scale's own unless given."
+        ),
+    ] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="Tuned rates: what `quiver tune --write` wrote.")
+    ] = None,
     set_: Settings = None,
     dry_run: DryRun = False,
     estimated: Estimated = True,
@@ -100,7 +117,9 @@ def reproduce(
     from quiverfl.paper.reproduce.write import Shown  # late: it loads matplotlib
 
     item = find_item(what)
-    wanted = choice(methods, seeds, cases, [*graph_settings(graph.value), *(set_ or ())])
+    whose: Whose | None = None if protocol is None else protocol.value
+    given = [*rate_settings(whose, scale, rates), *graph_settings(graph.value), *(set_ or ())]
+    wanted = choice(methods, seeds, cases, given)
     cells = item_cells(item, scale, wanted, equal is Equal.participation)
     places = Places(out)
     if item.kind != "partition":
@@ -112,7 +131,8 @@ def reproduce(
         item = trained_as_often(item)
     if scale == "tiny":
         item = smoke_test(item)
-    folder = out / folder_name(what, scale, graph, equal)
+    item = named(item, whose)
+    folder = out / folder_name(what, scale, graph, equal, protocol, rates)
     _write(what, item, cells, places, folder, Shown(stage.value, report.value), as_json)
     if item.kind == "partition":
         return
@@ -122,10 +142,19 @@ def reproduce(
     leave(cells, places)
 
 
-def folder_name(what: str, scale: str, graph: Graph, equal: Equal) -> str:
+def folder_name(
+    what: str,
+    scale: str,
+    graph: Graph,
+    equal: Equal,
+    protocol: Protocol | None = None,
+    rates: Path | None = None,
+) -> str:
     parts = [what, Path(scale).name]
     parts += ["pull"] if graph is Graph.pull else []
     parts += ["equal-participation"] if equal is Equal.participation else []
+    parts += [protocol.value] if protocol is not None else []
+    parts += [rates.stem] if rates is not None else []
     return "-".join(filter(None, parts))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,8 +104,12 @@ def carry_out(
     estimated: bool,
     retry: bool,
     quiet: bool,
+    until: Mapping[str, int] | None = None,
 ) -> list[Outcome]:
-    """Say how much there is to do, do it, and show it meanwhile."""
+    """Say how much there is to do, do it, and show it meanwhile.
+
+    `until` has rounds, by the names of cells, that are enough for now.
+    """
     check_jobs(jobs)
     check_inputs(cells, places)
     todo = pending(cells, places, retry)
@@ -119,12 +123,12 @@ def carry_out(
         console.print(f"{len(of)} of them cannot run yet: {reason}", markup=False, soft_wrap=True)
     seconds: dict[str, float | None] = {}
     if estimated and todo:
-        seconds = _estimate(todo, cells, places, jobs, console, absent)
+        seconds = _estimate(todo, cells, places, jobs, console, absent, until)
     if dry_run or not todo:
         return []
     try:
         with overview(todo, seconds, quiet) as watcher:
-            return run_cells(todo, places, jobs, watcher)
+            return run_cells(todo, places, jobs, watcher, until)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command resumes from the checkpoints.")
         raise
@@ -137,6 +141,7 @@ def _estimate(
     jobs: int,
     console: Console,
     said: Container[str],
+    until: Mapping[str, int] | None = None,
 ) -> dict[str, float | None]:
     from quiverfl.sweeps.estimate import estimate
 
@@ -147,6 +152,7 @@ def _estimate(
             cells,
             max(1, cores() // jobs),
             lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …"),
+            until,
         )
     unknown = f"; {found.unknown} cells could not be estimated" if found.unknown else ""
     if found.unknown == len(todo):

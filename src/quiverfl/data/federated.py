@@ -233,11 +233,15 @@ class Normalize:
     std: tuple[float, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        unit = 255.0 if x.dtype == torch.uint8 else 1.0
         shape = (1, -1, *(1 for _ in x.shape[2:]))
-        scale = torch.tensor([1 / (unit * std) for std in self.std], device=x.device)
-        shift = torch.tensor(self.black, device=x.device)
-        return x.to(torch.float32) * scale.float().view(shape) + shift.float().view(shape)
+        factors = self.factors(255.0 if x.dtype == torch.uint8 else 1.0)
+        scale, shift = (factor.to(x.device).view(shape) for factor in factors)
+        return x.to(torch.float32) * scale + shift
+
+    def factors(self, unit: float) -> tuple[Tensor, Tensor]:
+        """(scale, shift) per channel for inputs on the scale of [0, unit]."""
+        scale = torch.tensor([1 / (unit * std) for std in self.std])
+        return scale.float(), torch.tensor(self.black).float()
 
     @property
     def black(self) -> tuple[float, ...]:

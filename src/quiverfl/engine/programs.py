@@ -156,6 +156,8 @@ class Executor(Protocol):
     def chunk(self) -> int: ...
     @property
     def evaluated(self) -> int: ...
+    @property
+    def image_format(self) -> torch.memory_format: ...
     def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
         """What k stacked models make of inputs [k, n, …], in use; nothing is differentiated."""
 
@@ -180,6 +182,7 @@ class Vectorized:
 
     chunk: int = 25
     evaluated: int = 100
+    image_format: torch.memory_format = torch.contiguous_format
 
     def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
         program.module.eval()

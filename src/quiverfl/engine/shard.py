@@ -58,7 +58,9 @@ class Shard:
         trial = Trial.of(task, examples, settings.dtype, where)
         self._executor = executor_for(settings.executor, task, where, trial)
         self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
-        self._test = Examples(data.test, data, settings.dtype, where)
+        layout = self._executor.image_format
+        examples = examples.laid_out(layout)
+        self._test = Examples(data.test, data, settings.dtype, where).laid_out(layout)
         self.context = PhaseContext(
             task,
             examples,

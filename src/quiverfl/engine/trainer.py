@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from quiverfl.engine.programs import Program
 from quiverfl.engine.stepper import Batch, Source, Stepper
 from quiverfl.engine.workers import stop_if_halted
 from quiverfl.methods.contract import Interleaved, Once, Phase, Train, Trained
+from quiverfl.seeds import Hashes
 from quiverfl.task import Point
 from quiverfl.training import Training
 
@@ -118,17 +120,24 @@ class _Way:
 
     def batch(self, step: int) -> Batch:
         """The samples of those who still have batches: the first k."""
-        context, place = self.trainer.context, self.place
         k = int(np.count_nonzero(self.batches.steps > step))
         some = self.order[:k]
         counts = self.batches.counts[some, step]
         samples = self.batches.samples[some, step, : int(counts.max())]
-        keys = None
-        if context.examples.augmented:
-            epoch = self.batches.epochs[some, step][:, None]
-            ids = self.ids[:k, None]
-            keys = sample_keys(context.seed, ids, place.round, place.number, epoch, samples)
-        return Batch(samples, counts, keys, context.draw_keys(self.ids[:k], place, step))
+        keys = None if self._keys is None else self._keys[:k, step, : samples.shape[1]]
+        draws = self.trainer.context.draw_keys(self.ids[:k], self.place, step)
+        return Batch(samples, counts, keys, draws)
+
+    @cached_property
+    def _keys(self) -> Hashes | None:
+        """What augmentation draws from, for every visit of the phase; at once, as it is cheaper."""
+        context, place = self.trainer.context, self.place
+        if not context.examples.augmented:
+            return None
+        epochs = self.batches.epochs[self.order][:, :, None]
+        samples = self.batches.samples[self.order]
+        ids = self.ids[:, None, None]
+        return sample_keys(context.seed, ids, place.round, place.number, epochs, samples)
 
     def descend(
         self, phase: Train, state: Any, training: Training, kept: Buffers | None

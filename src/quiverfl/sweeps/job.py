@@ -20,12 +20,12 @@ import numpy as np
 
 from quiverfl.config import parse
 from quiverfl.engine.history import Metrics, Record
-from quiverfl.errors import Diverged, QuiverError
+from quiverfl.errors import Diverged, QuiverError, Stopped
 from quiverfl.experiment import DataShelf, run_in_folder
 from quiverfl.memory import keep_freed_memory
 
 Order = dict[str, Any]
-"""config, and the paths folder and log."""
+"""config, the paths folder and log, and perhaps `until`: the round to stop after."""
 
 DIVERGED, REFUSED, BROKEN = 3, 2, 1
 """How a cell ends if not with 0; as the command line's exit codes."""
@@ -58,8 +58,12 @@ def run(order: Order, data: DataShelf, said: TextIO) -> tuple[int, str]:
     try:
         config = parse(order["config"])
         # Wait while another sweep runs the same cell; what it finished is not repeated.
-        found = data.take(config)
-        run_in_folder(config, Path(order["folder"]), _Telling(said), found, wait=True)
+        found, telling = data.take(config), _Telling(said)
+        until = order.get("until") or config.run.rounds
+        stop = lambda: telling.rounds >= until  # noqa: E731
+        run_in_folder(config, Path(order["folder"]), telling, found, stop, wait=True)
+    except Stopped:
+        return 0, ""  # as it was asked to
     except QuiverError as error:
         if error.__cause__ is not None:  # what a library or one's own code raised: for the log
             traceback.print_exc()
@@ -79,6 +83,7 @@ class _Telling:
     def __init__(self, said: TextIO) -> None:
         self._said = said
         self._scores: dict[str, float] = {}
+        self.rounds = 0
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
         values = next(iter(metrics.values()))  # of the metric that results are judged by
@@ -86,7 +91,8 @@ class _Telling:
             self._scores[stage] = float(np.nanmean(values))
 
     def finished(self, record: Record) -> None:
-        _say(self._said, {"round": int(record["round"]) + 1, "scores": self._scores})
+        self.rounds = int(record["round"]) + 1
+        _say(self._said, {"round": self.rounds, "scores": self._scores})
 
 
 def _say(said: TextIO, line: dict[str, Any]) -> None:

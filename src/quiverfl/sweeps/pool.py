@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +69,17 @@ def check_jobs(jobs: int) -> None:
         raise QuiverError(f"--jobs {jobs}: it must be at least 1.")
 
 
-def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher) -> list[Outcome]:
+def run_cells(
+    cells: Sequence[Cell],
+    places: Places,
+    jobs: int,
+    watcher: Watcher,
+    until: Mapping[str, int] | None = None,
+) -> list[Outcome]:
     """Run them all, `jobs` at a time, the cores split among them unless run.threads says else.
 
-    Ctrl-C ends the processes; what they had written is taken up by the next call.
+    Ctrl-C ends the processes; what they had written is taken up by the next call. `until` has the
+    rounds, by the name of a cell, after which it is left with a checkpoint.
     """
     check_jobs(jobs)
     for folder in ("cells", "logs"):
@@ -80,7 +87,7 @@ def run_cells(cells: Sequence[Cell], places: Places, jobs: int, watcher: Watcher
     todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
     for cell in cells:
         todo.put(cell)
-    crew = _Crew(places, max(1, cores() // jobs), watcher)
+    crew = _Crew(places, max(1, cores() // jobs), watcher, until or {})
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(crew.work, todo) for _ in range(min(jobs, len(cells)))]
         try:
@@ -100,8 +107,11 @@ def cores() -> int:
 class _Crew:
     """The processes that run now, each looked after by a thread."""
 
-    def __init__(self, places: Places, threads: int, watcher: Watcher) -> None:
+    def __init__(
+        self, places: Places, threads: int, watcher: Watcher, until: Mapping[str, int]
+    ) -> None:
         self._places, self._threads, self._watcher = places, threads, watcher
+        self._until = until
         self._lock = threading.Lock()
         self._stopped = False
         self._processes: set[subprocess.Popen[str]] = set()
@@ -190,7 +200,8 @@ class _Crew:
         threads = cell.config.run.threads or self._threads
         config = cell.config.with_values([("run.threads", threads)])
         paths = {"folder": str(self._places.run(cell)), "log": str(self._places.log(cell))}
-        return json.dumps({**paths, "config": config.model_dump(mode="json")})
+        until = self._until.get(cell.name)
+        return json.dumps({**paths, "until": until, "config": config.model_dump(mode="json")})
 
 
 def _make(folder: Path) -> None:

@@ -87,6 +87,13 @@ ITEMS = {
     ),
     "fig4": Item("Who holds which classes", "partition", "fig4"),
     "fig5": Item("Learning curves (Tiny-ImageNet)", "curves", "table6"),
+    "unreliable": Item(
+        "Test accuracy with clients offline and links failing",
+        "accuracy",
+        "unreliable",
+        note="Not in the paper, which gives it as its motivation. A push needs one direction of a "
+        "link, an undirected exchange both; clients are drawn anew in every round.",
+    ),
 }
 
 
