@@ -34,7 +34,7 @@ def test_equal_to_the_last_bit(name: str, augmented: bool) -> None:
     data = images(AUGMENTATIONS[name])
     cpu = torch.device("cpu")
     plain = Examples(data.train, data, torch.float32, cpu)
-    last = Examples(data.train, data, torch.float32, cpu, torch.channels_last)
+    last = Examples(data.train, data, torch.float32, cpu).laid_out(torch.channels_last)
     rows = np.array([2, 0])
     samples = np.random.default_rng(1).integers(0, 20, (2, 40))
     keys = hashed(5, "augment", np.arange(80).reshape(2, 40)) if augmented else None
