@@ -174,13 +174,13 @@ def mask(key: int, shape: tuple[int, int], p: float) -> np.ndarray:
     """A literal transcription of the first draw, in Python's own integers."""
     golden, top = 0x9E3779B97F4A7C15, (1 << 64) - 1
     start = splitmix(key)
-    return np.array(
-        [
-            [splitmix((start + i * golden + j * golden * golden) & top) >> 32 >= round(p * 2**32)
-             for j in range(shape[1])]
-            for i in range(shape[0])
-        ]
-    )  # fmt: skip
+
+    def kept(row: int, column: int) -> bool:
+        bits = splitmix((start + row * golden + column * golden * golden) & top)
+        signed = bits - (1 << 64) if bits >> 63 else bits
+        return signed >= round(p * 2**64) - 2**63
+
+    return np.array([[kept(i, j) for j in range(shape[1])] for i in range(shape[0])])
 
 
 def test_one_step_by_hand() -> None:

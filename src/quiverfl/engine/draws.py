@@ -35,9 +35,12 @@ _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 def _mix(bits: Tensor) -> Tensor:
     """The finalizer of splitmix64, as in quiverfl.seeds; shifts must not bring the sign along."""
-    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _FIRST
-    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _SECOND
-    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        shifted = bits >> shift
+        shifted &= (1 << (64 - shift)) - 1
+        shifted ^= bits
+        bits = shifted if factor is None else shifted.mul_(factor)
+    return bits
 
 
 class KeyedDraws(TorchFunctionMode):
@@ -91,7 +94,7 @@ class KeyedDraws(TorchFunctionMode):
         """True with probability 1 - p."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        return ((self.bits(shape) >> 32) & ((1 << 32) - 1)) >= round(p * 2**32)
+        return self.bits(shape) >= min(round(p * 2**64), 2**64 - 1) - 2**63
 
 
 def _dropout(
@@ -130,7 +133,7 @@ def _masked(
     if not training or p == 0:
         return input
     scaled = input / (1 - p) if p < 1 else input
-    result = torch.where(draws.kept(shape, p), scaled, torch.zeros_like(scaled))
+    result = torch.where(draws.kept(shape, p), scaled, 0.0)
     return input.copy_(result) if inplace else result
 
 
@@ -151,8 +154,7 @@ def _alpha(axes: Callable[[Tensor], int]) -> Callable[..., Tensor]:
             result = torch.zeros_like(input)
         else:
             scale = 1 / math.sqrt((1 - p) * (1 + p * SELU_FLOOR**2))
-            floor = torch.full_like(input, SELU_FLOOR)
-            result = scale * torch.where(kept, input, floor) - scale * SELU_FLOOR * p
+            result = scale * torch.where(kept, input, SELU_FLOOR) - scale * SELU_FLOOR * p
         return input.copy_(result) if inplace else result
 
     return dropout
