@@ -70,6 +70,7 @@ class Caller:
             "sent": 0,
             "acknowledged": 0,
             "received": 0,
+            "round": 0,
             **changes,
         }
         call = self.channel.unary_unary(f"/{SERVICE}/Hello")
@@ -185,7 +186,7 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
             caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             before = node.transactions.accounts
             for changes, word in [
-                ({"protocol": 2}, "protocol"),
+                ({"protocol": 1}, "protocol"),
                 ({"run": "another"}, "run"),
                 ({"configuration": "0" * 64}, "configuration"),
                 ({"manifest": "0" * 64}, "manifest"),
@@ -197,6 +198,9 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
                 assert word in greeting.refusal
             assert node.metrics.refusals["hello"] == 6
             assert node.transactions.accounts == before
+            old = caller.channel.unary_unary(f"/{SERVICE}/Hello")
+            answer = wire.decode(Greeting, await old(b'{"protocol": 1, "run": "test"}', timeout=5))
+            assert "speaks protocol 1, this peer protocol 2" in answer.refusal
             greeting = await caller.hello()
             assert greeting.hello is not None
             other = await caller.hello(incarnation="2" * 16)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from quiverfl.peer.ledger import UNIT, Link
 from quiverfl.peer.manifest import Manifest, canonical_hash
-from quiverfl.peer.wire import PROTOCOL, Hello
+from quiverfl.peer.wire import PROTOCOL, Hello, other_protocol
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class Agreement:
 
     def difference(self, hello: Hello) -> str:
         """Why we cannot talk, or nothing."""
+        if hello.protocol != PROTOCOL:
+            return other_protocol(hello.protocol)
         pairs = [
-            ("protocol", PROTOCOL, hello.protocol),
             ("run", self.run, hello.run),
             ("configuration", self.configuration, hello.configuration),
             ("manifest", self.manifest.hash, hello.manifest),

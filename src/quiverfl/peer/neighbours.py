@@ -45,12 +45,13 @@ class Neighbours:
         metrics: PeerMetrics,
         log: Log,
         trace: Trace,
-        changed: Callable[[], None],
+        hear: Callable[[str, int], None],
     ) -> None:
         self._transactions, self._agreement, self._condition = transactions, agreement, condition
         self._incarnation = store.meta("incarnation")
-        self._trust_store, self._changed = trust_store, changed
-        self.absent: set[str] = set()  # missed a deadline and not heard since: not waited for
+        self._trust_store, self._hear = trust_store, hear
+        self.absent: set[str] = set()  # missed a deadline and not in step since: not waited for
+        self.clogged: set[str] = set()  # have not acknowledged in time: not waited for either
         self.done: set[str] = set()  # have finished and delivered everything
         self.senders = {
             peer: Sender(
@@ -86,6 +87,7 @@ class Neighbours:
             sent=link.sent,
             acknowledged=link.sent - (1 if link.outbox else 0),
             received=link.received,
+            round=self._transactions.accounts.round,
             leaving=self._condition.leaving,
             finished=self._condition.finished(),
         )
@@ -99,12 +101,11 @@ class Neighbours:
         problem = older_than_remembered(self._agreement.name, link, hello)
         if problem and not self._trust_store:
             raise RestoredBackup(problem)
-        self.absent.discard(hello.sender)
         if hello.leaving:
             await self._transactions.part_from(hello.sender)
         (self.done.add if hello.finished else self.done.discard)(hello.sender)
         self.senders[hello.sender].wake()
-        self._changed()
+        self._hear(hello.sender, hello.round)
 
     async def tell(self, to: set[str]) -> set[str]:
         """Say hello, with news of oneself; who has heard it."""
@@ -126,6 +127,15 @@ class Neighbours:
 
     def free(self, peer: str) -> bool:
         return free(self._transactions.accounts, peer)
+
+    def waited_for(self, peers: set[str]) -> set[str]:
+        """Of these, whose acknowledgement a round may wait for.
+
+        Whoever let a deadline pass is waited for again once it has acknowledged: a member that
+        never does costs one deadline, not one a round.
+        """
+        self.clogged = {peer for peer in self.clogged if not self.free(peer)}
+        return peers - self.outside() - self.absent - self.clogged
 
     def staying(self) -> set[str]:
         return set(self.senders) - self.outside()

@@ -85,7 +85,7 @@ class Node:
             metrics=self.metrics,
             log=self.log,
             trace=trace,
-            changed=self.receiver.changed.set,
+            hear=self.receiver.hear,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stopped = asyncio.Event()
@@ -223,7 +223,8 @@ class Node:
         elif finish:
             await self.transactions.finish_round()
         transfers = [transfer for transfer, _ in receipts]
-        self.neighbours.absent -= {transfer.sender for transfer in transfers}
+        if up_to is not None:  # in step again: waited for from now on
+            self.neighbours.absent -= {t.sender for t in transfers if t.round >= up_to}
         self.receiver.committed(transfers)
         for sender in refunding:
             sender.refund = None
@@ -280,14 +281,14 @@ class Node:
         """Split and commit; False if there was no time for it before the end."""
         neighbours, others = self.neighbours, set(weights) - {self.agreement.name}
         if self._sync():
-            ready = others - neighbours.outside()
             await self.until(
-                lambda: all(neighbours.free(p) for p in ready - neighbours.absent), None
+                lambda: all(neighbours.free(peer) for peer in neighbours.waited_for(others)), None
             )
-            neighbours.absent |= {peer for peer in ready if not neighbours.free(peer)}
+            late = {peer for peer in neighbours.waited_for(others) if not neighbours.free(peer)}
+            neighbours.clogged |= late
             if self.stopping:
                 return False
-        cautious = not self._sync() or bool(neighbours.absent)
+        cautious = not self._sync() or bool(neighbours.absent | neighbours.clogged)
         may = not cautious or ledger.may_push(self.transactions.accounts)
         chosen = {
             p: w for p, w in weights.items() if p not in others or (may and neighbours.free(p))
@@ -318,12 +319,30 @@ class Node:
         """Async: go on at once, unless asked to pause or too far ahead of the slowest heard."""
         if self.settings.pause:
             await self.until(lambda: False, self.settings.pause)
-        bound, heard = self.settings.staleness, self.receiver.heard
-        if bound is not None:
-            away = self.neighbours.done | self.neighbours.outside()
-            await self.until(
-                lambda: all(heard[peer] >= t - bound for peer in set(heard) - away), None
-            )
+        if self.settings.staleness is not None:
+            await self._stay_close(t - self.settings.staleness)
+
+    async def _stay_close(self, least: int) -> None:
+        """Until nobody is in an earlier round than this, or the deadline.
+
+        They are asked: a share from each may be long in coming, as the graph or its back-pressure
+        has it. Who lets the deadline pass is waited for again once it has caught up.
+        """
+        neighbours, heard = self.neighbours, self.receiver.heard
+        neighbours.absent -= {peer for peer, round in heard.items() if round >= least}
+
+        def behind() -> set[str]:
+            late = {peer for peer, round in heard.items() if round < least}
+            return late - neighbours.done - neighbours.outside() - neighbours.absent
+
+        end, pause = time.monotonic() + self.settings.deadline, 0.02
+        while behind() and time.monotonic() < end:
+            await neighbours.tell(behind())
+            await self.until(lambda: not behind(), min(pause, end - time.monotonic()))
+            if self.stopping or self.condition.leaving:
+                return
+            pause = min(1.5 * pause, 1.0)
+        neighbours.absent |= behind()
 
     # Its end: it stays until the others have finished, or it gives all its mass away.
 

@@ -49,7 +49,7 @@ class Receiver:
         self._bodies = asyncio.Semaphore(limits.bodies)
         self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
         self.staged: dict[str, Staged] = {}
-        self.heard: dict[str, int] = {}  # the latest round announced by each neighbour
+        self.heard: dict[str, int] = {}  # the latest round each neighbour is known to be in
         self.changed = asyncio.Event()
 
     async def push(self, sender: str, frames: AsyncIterator[bytes], answer: Answer) -> None:
@@ -148,9 +148,13 @@ class Receiver:
             self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
             return Verdict.REFUSED
         self.staged[transfer.sender] = Staged(transfer, message)
-        self.heard[transfer.sender] = transfer.round
-        self.changed.set()
+        self.hear(transfer.sender, transfer.round)
         return Verdict.STAGED
+
+    def hear(self, peer: str, round: int) -> None:
+        """A neighbour is known to have come this far; it never goes back."""
+        self.heard[peer] = max(round, self.heard.get(peer, 0))
+        self.changed.set()
 
     async def _fill(self, assembly: Assembly, frames: AsyncIterator[bytes]) -> None:
         """Read a chunk while the one before it is checked.

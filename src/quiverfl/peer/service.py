@@ -16,7 +16,17 @@ from quiverfl.peer.identity import AUTHORITY_CERTIFICATE, CERTIFICATE, KEY, Iden
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.sender import LARGEST_FRAME
-from quiverfl.peer.wire import SERVICE, Greeting, Hello, Order, Reply, WireError, decode, encode
+from quiverfl.peer.wire import (
+    SERVICE,
+    Greeting,
+    Hello,
+    Order,
+    Reply,
+    WireError,
+    decode,
+    decode_hello,
+    encode,
+)
 
 Context: TypeAlias = Any
 """grpc.aio.ServicerContext, whose published types are not its own."""
@@ -72,7 +82,7 @@ class PeerService:
     async def _hello(self, frame: bytes, context: Context) -> bytes:
         caller = await self._caller(context)
         try:
-            greeting = await self._handler.greet(caller, decode(Hello, frame))
+            greeting = await self._handler.greet(caller, decode_hello(frame))
         except WireError as problem:
             self._metrics.refused(problem.kind)
             greeting = Greeting(refusal=str(problem)[:1000])

@@ -8,6 +8,7 @@ The methods are gRPC's, with bytes as messages: there is no generated code to tr
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from quiverfl.errors import QuiverError
 
-PROTOCOL = 1
+PROTOCOL = 2
 CHUNK = 1 << 20
 CONTROL_LIMIT = 1 << 14
 """A control message is far smaller; a longer one is refused unread."""
@@ -59,6 +60,7 @@ class Hello(_Control):
     sent: Count  # seq of my last transfer to you
     acknowledged: Count  # of which you have taken so many
     received: Count  # seq of the last transfer I took from you
+    round: Count  # the one I am in
     leaving: bool = False
     finished: bool = False
 
@@ -134,6 +136,32 @@ def decode(kind: type[AnyControl], frame: bytes) -> AnyControl:
         raise WireError(
             "malformed", f"not a {kind.__name__}: {where} {first['msg']}"[:300]
         ) from None
+
+
+def decode_hello(frame: bytes) -> Hello:
+    """A greeting; one in another version of the protocol is refused by that, not by its fields."""
+    try:
+        return decode(Hello, frame)
+    except WireError:
+        theirs = _protocol(frame)
+        if theirs not in (None, PROTOCOL):
+            raise WireError("protocol", other_protocol(theirs)) from None
+        raise
+
+
+def other_protocol(theirs: object) -> str:
+    return (
+        f"the caller speaks protocol {str(theirs)[:16]}, this peer protocol {PROTOCOL}: install "
+        "the same version of quiverfl on all peers of a run."
+    )
+
+
+def _protocol(frame: bytes) -> object:
+    try:
+        content = json.loads(frame[:CONTROL_LIMIT])
+    except (ValueError, RecursionError):
+        return None
+    return content.get("protocol") if isinstance(content, dict) else None
 
 
 def frames(payload: bytes) -> Iterator[bytes]:
