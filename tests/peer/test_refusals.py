@@ -53,7 +53,7 @@ class Caller:
     """Somebody with a certificate, who says what he likes."""
 
     def __init__(self, agreement: Agreement, address: str, papers: Identity) -> None:
-        self.agreement = agreement
+        self.agreement, self.name = agreement, "peer-1"
         self.channel = open_channel(address, "peer-0", papers)
 
     async def hello(self, **changes: Any) -> Greeting:
@@ -63,7 +63,7 @@ class Caller:
             "run": agreement.run,
             "configuration": agreement.configuration,
             "manifest": agreement.manifest.hash,
-            "sender": "peer-1",
+            "sender": self.name,
             "receiver": "peer-0",
             "incarnation": "1" * 16,
             "nonce": "0" * 64,
@@ -79,7 +79,7 @@ class Caller:
     def announcement(self, payload: bytes, **changes: Any) -> Announcement:
         values = {
             "agreement": self.agreement.hash,
-            "sender": "peer-1",
+            "sender": self.name,
             "receiver": "peer-0",
             "incarnation": "1" * 16,
             "seq": 1,

@@ -19,7 +19,10 @@ class Limits:
     mass_cap: int = 1000 * UNIT
     bodies: int = 4  # received at the same time
     staged: int = 256  # waiting for the next commit
+    streams: int = 8  # of one sender, whatever they say
     idle_seconds: float = 60.0  # without a byte, then the stream is dropped
+    patience: float = 5.0  # with a slow body while another waits for its place
+    slowest: int = 1 << 14  # bytes a second that a body must keep up in the long run
     hello_seconds: float = 15.0  # to connect and greet, on a bad network too
     retry_first: float = 0.2
     retry_cap: float = 30.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.intake import Intake, Turns
 from quiverfl.peer.ledger import UNIT, Transfer, Verdict
 from quiverfl.peer.manifest import Leaves, finite, norm, total
 from quiverfl.peer.metrics import Log, PeerMetrics
@@ -46,7 +47,7 @@ class Receiver:
     ) -> None:
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
         self._metrics, self._log, self._trace = metrics, log, trace
-        self._bodies = asyncio.Semaphore(limits.bodies)
+        self._intake, self._streams = Intake(limits), Turns(limits.streams)
         self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
         self.staged: dict[str, Staged] = {}
         self.heard: dict[str, int] = {}  # the latest round each neighbour is known to be in
@@ -55,8 +56,11 @@ class Receiver:
     async def push(self, sender: str, frames: AsyncIterator[bytes], answer: Answer) -> None:
         """One attempt of a neighbour to deliver one share."""
         try:
-            announcement = decode(Announcement, await self._next(frames))
-            await self._handle(sender, announcement, frames, answer)
+            async with self._streams.of(sender):
+                announcement = decode(Announcement, await self._next(frames))
+                await self._handle(sender, announcement, frames, answer)
+        except TimeoutError:  # it does not read what it is told
+            self._metrics.refused("deaf")
         except WireError as problem:
             self._metrics.refused(problem.kind)
             self._log("refused", sender=sender, reason=problem.kind, detail=str(problem))
@@ -131,10 +135,10 @@ class Receiver:
         """Take the body in; afterwards it is staged, or refused for good."""
         if len(self.staged) >= self._limits.staged:
             raise WireError("busy", "too many shares wait for the next commit; try again later.")
-        async with self._bodies:
+        async with self._intake.place(transfer.sender) as left:
             await answer(Reply(word="proceed"))
             assembly = Assembly(self._agreement.manifest.nbytes, transfer.digest)
-            await self._fill(assembly, frames)
+            await self._fill(assembly, frames, left)
             message = self._agreement.manifest.unpack(assembly.payload())
         own = self._transactions.memory.message
         reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
@@ -156,18 +160,20 @@ class Receiver:
         self.heard[peer] = max(round, self.heard.get(peer, 0))
         self.changed.set()
 
-    async def _fill(self, assembly: Assembly, frames: AsyncIterator[bytes]) -> None:
+    async def _fill(
+        self, assembly: Assembly, frames: AsyncIterator[bytes], left: Callable[[int], float]
+    ) -> None:
         """Read a chunk while the one before it is checked.
 
         In a thread: checksums of a large share would hold up everybody else on the event loop.
         """
-        left = self._agreement.manifest.nbytes
+        missing = nbytes = self._agreement.manifest.nbytes
         reading = asyncio.ensure_future(self._next(frames))
         try:
             while not assembly.complete:
-                frame = await reading
-                left -= data_bytes(frame)
-                if left > 0:
+                frame = await _in_time(reading, lambda: left(nbytes - missing))
+                missing -= data_bytes(frame)
+                if missing > 0:
                     reading = asyncio.ensure_future(self._next(frames))
                 await asyncio.to_thread(assembly.add, frame)
         finally:
@@ -227,6 +233,15 @@ class Receiver:
             waiting = self._commits.pop((transfer.sender, transfer.seq), None)
             if waiting and not waiting.done():
                 waiting.set_result(None)
+
+
+async def _in_time(reading: asyncio.Future[bytes], left: Callable[[], float]) -> bytes:
+    """The next frame, unless its stream is too slow; others may come to wait in the meantime."""
+    while left() > 0:
+        done, _ = await asyncio.wait({reading}, timeout=min(left(), 0.25))
+        if done:
+            return reading.result()
+    raise WireError("slow", "too slow: the bytes come at a pace that nobody can wait for.")
 
 
 def _identified(t: Transfer) -> tuple[str, str, int, int, int, str]:

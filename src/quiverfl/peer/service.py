@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -30,6 +31,9 @@ from quiverfl.peer.wire import (
 
 Context: TypeAlias = Any
 """grpc.aio.ServicerContext, whose published types are not its own."""
+
+ANSWER_SECONDS = 60.0
+"""For a caller to take the few bytes of an answer."""
 
 
 class Handler(Protocol):
@@ -92,7 +96,8 @@ class PeerService:
         caller = await self._caller(context)
 
         async def answer(reply: Reply) -> None:
-            await context.write(self._metrics.sent(encode(reply)))
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await context.write(self._metrics.sent(encode(reply)))
 
         await self._handler.receive(caller, frames, answer)
 
