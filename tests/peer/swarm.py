@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import time
@@ -81,6 +82,7 @@ class Options:
     rate: float = 0.3
     deadline: float = 60.0
     linger: float = 10.0
+    files: int = 0  # the limit on open files, where one is set
     crash_at: str = ""  # a point of the runtime's trace
     crash_after: int = 0  # the how-many-th passage
     settings: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +155,8 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
 def process_main(folder: Path, options: Options) -> None:
     """What a peer's process runs."""
     keep_freed_memory()  # as the command does
+    if options.files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, options.files))
     passages: Counter[str] = Counter()
 
     def trace(point: str) -> None:

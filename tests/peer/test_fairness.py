@@ -1,4 +1,4 @@
-"""A member that is slow, endless or silent costs itself something, and the others next to nothing."""
+"""A member that is slow, endless or silent costs the others next to nothing."""
 
 from __future__ import annotations
 

@@ -6,11 +6,10 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.agreement import Agreement, Limits, older_than_remembered
-from quiverfl.peer.identity import Identity
+from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.ledger import free
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
@@ -36,7 +35,7 @@ class Neighbours:
         roster: LiveRoster,
         transactions: Transactions,
         store: Store,
-        keys: Path,
+        identity: LiveIdentity,
         agreement: Agreement,
         limits: Limits,
         condition: Condition,
@@ -60,7 +59,7 @@ class Neighbours:
                 agreement=agreement,
                 limits=limits,
                 roster=roster,
-                identity=lambda: Identity.read(keys),
+                identity=identity.refresh,
                 incarnation=self._incarnation,
                 payload=store.payload,
                 compose=self.hello,

@@ -21,7 +21,9 @@ from quiverfl.engine.history import evaluates
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.descriptors import acceptable_connections
 from quiverfl.peer.files import write_durably
+from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.learner import Learner, column, expected_senders
 from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
@@ -65,7 +67,7 @@ class Node:
             limits.keepalive_seconds,
         )
         self.record, self.log, self.metrics = record, Log(agreement.name), PeerMetrics()
-        self._roster = LiveRoster(keys / ROSTER)
+        self._roster, self._identity = LiveRoster(keys / ROSTER), LiveIdentity(keys)
         self.names = self._roster.current.names
         self.number = self._roster.current.number(agreement.name)
         self.transactions = Transactions(store, agreement.manifest)
@@ -77,7 +79,7 @@ class Node:
             self._roster,
             self.transactions,
             store,
-            keys,
+            self._identity,
             agreement,
             limits,
             self.condition,
@@ -97,7 +99,13 @@ class Node:
     # The life of the process
 
     async def run(self) -> Outcome:
-        server = Server(self.settings.bind, self._keys, self._service(), self._keepalive)
+        server = Server(
+            self.settings.bind,
+            self._keys,
+            self._service(),
+            self._keepalive,
+            acceptable_connections(len(self.names)),
+        )
         endpoint = None
         if self.settings.metrics:
             endpoint = serve_metrics(self.settings.metrics, self.metrics, self.gauges)
@@ -129,7 +137,7 @@ class Node:
     def _service(self) -> PeerService:
         handler = RequestHandler(
             self.agreement,
-            self._keys,
+            self._identity,
             self.transactions,
             self.receiver,
             self.neighbours,

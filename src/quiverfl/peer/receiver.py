@@ -167,13 +167,14 @@ class Receiver:
 
         In a thread: checksums of a large share would hold up everybody else on the event loop.
         """
-        missing = nbytes = self._agreement.manifest.nbytes
+        nbytes = self._agreement.manifest.nbytes
+        filled = 0
         reading = asyncio.ensure_future(self._next(frames))
         try:
             while not assembly.complete:
-                frame = await _in_time(reading, lambda: left(nbytes - missing))
-                missing -= data_bytes(frame)
-                if missing > 0:
+                frame = await _in_time(reading, left, filled)
+                filled += data_bytes(frame)
+                if filled < nbytes:
                     reading = asyncio.ensure_future(self._next(frames))
                 await asyncio.to_thread(assembly.add, frame)
         finally:
@@ -235,10 +236,12 @@ class Receiver:
                 waiting.set_result(None)
 
 
-async def _in_time(reading: asyncio.Future[bytes], left: Callable[[], float]) -> bytes:
+async def _in_time(
+    reading: asyncio.Future[bytes], left: Callable[[int], float], filled: int
+) -> bytes:
     """The next frame, unless its stream is too slow; others may come to wait in the meantime."""
-    while left() > 0:
-        done, _ = await asyncio.wait({reading}, timeout=min(left(), 0.25))
+    while (seconds := left(filled)) > 0:
+        done, _ = await asyncio.wait({reading}, timeout=min(seconds, 0.25))
         if done:
             return reading.result()
     raise WireError("slow", "too slow: the bytes come at a pace that nobody can wait for.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.identity import Identity
+from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.joining import model_frames
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.metrics import Log, PeerMetrics
@@ -25,7 +24,7 @@ class RequestHandler:
     def __init__(
         self,
         agreement: Agreement,
-        keys: Path,
+        identity: LiveIdentity,
         transactions: Transactions,
         receiver: Receiver,
         neighbours: Neighbours,
@@ -38,9 +37,9 @@ class RequestHandler:
         fail: Callable[[QuiverError], None],
     ) -> None:
         self.name = agreement.name
-        self._agreement, self._keys, self._transactions, self._receiver = (
+        self._agreement, self._identity, self._transactions, self._receiver = (
             agreement,
-            keys,
+            identity,
             transactions,
             receiver,
         )
@@ -54,7 +53,7 @@ class RequestHandler:
             self._log.alarm("hello refused", sender=sender, reason=refusal)
             return Greeting(refusal=refusal[:1000])
         mine = self._neighbours.hello(sender)
-        identity = Identity.read(self._keys)
+        identity = self._identity.refresh()
         return Greeting(
             hello=mine,
             certificate=identity.certificate.decode(),

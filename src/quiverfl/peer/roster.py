@@ -108,9 +108,16 @@ class LiveRoster:
         self._path = path
         self._stamp = path.stat().st_mtime_ns
         self.current = Roster.read(path)
+        self._problem = ""
 
     def refresh(self) -> Roster:
-        stamp = self._path.stat().st_mtime_ns
-        if stamp != self._stamp:
-            self.current, self._stamp = Roster.read(self._path), stamp
+        """The members as of now; a file that cannot be read at the moment changes nothing."""
+        try:
+            stamp = self._path.stat().st_mtime_ns
+            if stamp != self._stamp:
+                self.current, self._stamp = Roster.read(self._path), stamp
+            self._problem = ""
+        except (OSError, QuiverError) as problem:
+            told = f"the roster is not read again: {problem}"
+            self._problem = identity.told_once(told, self._problem)
         return self.current

@@ -13,7 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.identity import AUTHORITY_CERTIFICATE, CERTIFICATE, KEY, Identity
+from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.sender import LARGEST_FRAME
@@ -34,6 +34,7 @@ Context: TypeAlias = Any
 
 ANSWER_SECONDS = 60.0
 """For a caller to take the few bytes of an answer."""
+HANDSHAKE_SECONDS = 10
 
 
 class Handler(Protocol):
@@ -121,7 +122,9 @@ class PeerService:
 class Server:
     """A listening peer: its service and the standard health service, over mutual TLS."""
 
-    def __init__(self, bind: str, keys: Path, service: PeerService, keepalive: float) -> None:
+    def __init__(
+        self, bind: str, keys: Path, service: PeerService, keepalive: float, connections: int
+    ) -> None:
         milliseconds = int(keepalive * 1000)
         options = [
             ("grpc.max_receive_message_length", LARGEST_FRAME),
@@ -133,6 +136,9 @@ class Server:
             # A bad link delivers many pings at once; a member is not hung up on for that.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", 512),
+            # Whoever has no certificate holds a place for seconds, and never the last descriptor.
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
         ]
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((service.methods,))
@@ -166,26 +172,18 @@ def _health_service() -> Any:
 
 def _server_credentials(keys: Path) -> grpc.ServerCredentials:
     """Read again for every new connection: certificates can be rotated while the peer runs."""
-    identity = Identity.read(keys)
+    live = LiveIdentity(keys)
+    identity = live.refresh()
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration(
             [(identity.key, identity.certificate)], identity.authority
         )
 
-    files = [keys / name for name in (AUTHORITY_CERTIFICATE, CERTIFICATE, KEY)]
-    seen = [file.stat().st_mtime_ns for file in files]
-
     def fetch() -> Any:
-        nonlocal identity, seen
-        try:
-            stamps = [file.stat().st_mtime_ns for file in files]
-            if stamps == seen:
-                return None
-            identity, seen = Identity.read(keys), stamps
-        except (OSError, QuiverError):  # half replaced: keep what works
-            return None
-        return configuration()
+        nonlocal identity
+        before, identity = identity, live.refresh()
+        return None if identity is before else configuration()
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(), fetch, require_client_authentication=True
