@@ -133,7 +133,11 @@ def leave(folder: Folder) -> None:
 
 @app.command("evict")
 def evict(
-    folder: Folder, peer: Annotated[str, typer.Argument(help="Whom to stop dealing with.")]
+    folder: Folder,
+    peer: Annotated[str, typer.Argument(help="Whom to stop dealing with.")],
+    ban: Annotated[
+        bool, typer.Option(help="For good: it is not let in again, with a new store neither.")
+    ] = False,
 ) -> None:
     """Stop dealing with a peer that is lost. Do it on every remaining peer."""
     require("peer", "quiver peer")
@@ -144,11 +148,12 @@ def evict(
 
     opened = _read(folder)
     try:
-        found = ask(opened, Order(action="evict", peer=peer))
+        found = ask(opened, Order(action="evict", peer=peer, ban=ban))
     except NotRunning:
         opened.roster.member(peer)
-        found = {"written_off": evict_at_rest(opened.store, peer) / UNIT}
-    print(f"{peer} is evicted here; written off: {found['written_off']:.6f}")
+        found = {"written_off": evict_at_rest(opened.store, peer, ban) / UNIT}
+    word = "banned" if ban else "evicted"
+    print(f"{peer} is {word} here; written off: {found['written_off']:.6f}")
 
 
 @app.command("audit")

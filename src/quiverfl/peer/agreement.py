@@ -18,6 +18,7 @@ class Limits:
     outlier_factor: float = 10.0
     mass_cap: int = 1000 * UNIT
     bodies: int = 4  # received at the same time
+    pulls: int = 2  # models sent to newcomers at the same time
     staged: int = 256  # waiting for the next commit
     streams: int = 8  # of one sender, whatever they say
     idle_seconds: float = 60.0  # without a byte, then the stream is dropped

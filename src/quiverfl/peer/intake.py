@@ -48,23 +48,23 @@ class Turns:
 
 
 class Intake:
-    """Bodies on their way in: so many at once, one of each sender, first come, first served."""
+    """Models on their way: so many at once, one of each member, first come, first served."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, places: int, limits: Limits) -> None:
         self._limits = limits
         self._turns = Turns(1)
-        self._places = asyncio.Semaphore(limits.bodies)
-        self._waiting = 0
+        self._places = asyncio.Semaphore(places)
+        self.waiting = 0
 
     @asynccontextmanager
     async def place(self, sender: str) -> AsyncIterator[Callable[[int], float]]:
         """Room for a body; gives how many seconds it has left, by the bytes that have come."""
         async with self._turns.of(sender):
-            self._waiting += 1
+            self.waiting += 1
             try:
                 await self._places.acquire()
             finally:
-                self._waiting -= 1
+                self.waiting -= 1
             began = time.monotonic()
             try:
                 yield lambda filled: self._left(began, filled)
@@ -73,5 +73,5 @@ class Intake:
 
     def _left(self, began: float, filled: int) -> float:
         """A body may take its time, unless others wait; but it must end some day."""
-        patience = self._limits.patience if self._waiting else self._limits.idle_seconds
+        patience = self._limits.patience if self.waiting else self._limits.idle_seconds
         return began + patience + filled / self._limits.slowest - time.monotonic()

@@ -62,6 +62,7 @@ class Link:
     refusal: str = ""  # why it was refused; empty when it was applied
     closed: bool = False  # it is leaving: nothing new is sent to it
     gone: bool = False  # evicted here: nothing is sent to it or taken from it
+    banned: bool = False  # evicted for good: a new store does not bring it back
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,7 @@ def meet(accounts: Accounts, peer: str, incarnation: str) -> Accounts:
     """Remember which store a neighbour runs on. A new store is taken only after an eviction."""
     link = accounts.link(peer)
     if link.gone:
-        if incarnation == link.incarnation:
-            raise QuiverError(f"{peer!r} was evicted: its old store stays outside; let it join.")
+        _check_return(peer, link, incarnation)
         return accounts._with(peer, Link(incarnation=incarnation))
     if not link.incarnation:  # a share may be waiting for it already
         return accounts._with(peer, replace(link, incarnation=incarnation))
@@ -203,11 +203,31 @@ def meet(accounts: Accounts, peer: str, incarnation: str) -> Accounts:
     return accounts
 
 
-def evict(accounts: Accounts, peer: str) -> Accounts:
+def _check_return(peer: str, link: Link, incarnation: str) -> None:
+    if link.banned:
+        raise QuiverError(f"{peer!r} was banned: it does not come back under this name.")
+    if incarnation == link.incarnation:
+        raise QuiverError(f"{peer!r} was evicted: its old store stays outside; let it join.")
+
+
+def may_join(accounts: Accounts, peer: str, incarnation: str) -> None:
+    """Refuse the model to whoever is not about to become a member with this new store."""
+    link = accounts.link(peer)
+    if link.gone:
+        _check_return(peer, link, incarnation)
+    elif link.incarnation:
+        raise QuiverError(
+            f"{peer!r} is in the run already. If its disk was lost, evict it first (quiver peer "
+            "evict), on every remaining peer."
+        )
+
+
+def evict(accounts: Accounts, peer: str, ban: bool = False) -> Accounts:
     """Stop dealing with a peer; a share it never acknowledged is written off, on the record."""
     link = accounts.link(peer)
     lost = link.outbox.units if link.outbox else 0
-    changed = accounts._with(peer, replace(link, outbox=None, gone=True))
+    banned = link.banned or ban
+    changed = accounts._with(peer, replace(link, outbox=None, gone=True, banned=banned))
     return replace(changed, written_off=accounts.written_off + lost)
 
 

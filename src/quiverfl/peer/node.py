@@ -27,6 +27,7 @@ from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.learner import Learner, column, expected_senders
 from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
+from quiverfl.peer.offering import Offering
 from quiverfl.peer.peer_settings import Outcome, Settings
 from quiverfl.peer.receiver import Receiver
 from quiverfl.peer.requests import RequestHandler
@@ -74,6 +75,7 @@ class Node:
         self.receiver = Receiver(
             self.transactions, agreement, limits, self.metrics, self.log, trace
         )
+        self.offering = Offering(self.transactions, agreement, limits, store.folder)
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)
         self.neighbours = Neighbours(
             self._roster,
@@ -141,6 +143,7 @@ class Node:
             self.transactions,
             self.receiver,
             self.neighbours,
+            self.offering,
             self.metrics,
             self.log,
             status=self.status,

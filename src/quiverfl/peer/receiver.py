@@ -47,7 +47,7 @@ class Receiver:
     ) -> None:
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
         self._metrics, self._log, self._trace = metrics, log, trace
-        self._intake, self._streams = Intake(limits), Turns(limits.streams)
+        self._intake, self._streams = Intake(limits.bodies, limits), Turns(limits.streams)
         self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
         self.staged: dict[str, Staged] = {}
         self.heard: dict[str, int] = {}  # the latest round each neighbour is known to be in

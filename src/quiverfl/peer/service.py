@@ -21,6 +21,7 @@ from quiverfl.peer.wire import (
     SERVICE,
     Greeting,
     Hello,
+    Join,
     Order,
     Reply,
     WireError,
@@ -49,7 +50,9 @@ class Handler(Protocol):
         frames: AsyncIterator[bytes],
         answer: Callable[[Reply], Awaitable[None]],
     ) -> Awaitable[None]: ...
-    def model(self) -> AsyncIterator[bytes]: ...
+    def offer(
+        self, sender: str, join: Join, send: Callable[[bytes], Awaitable[None]]
+    ) -> Awaitable[None]: ...
     async def obey(self, order: Order) -> dict[str, Any]: ...
 
 
@@ -102,10 +105,24 @@ class PeerService:
 
         await self._handler.receive(caller, frames, answer)
 
-    async def _pull(self, _frame: bytes, context: Context) -> AsyncIterator[bytes]:
-        await self._caller(context)
-        async for frame in self._handler.model():
-            yield self._metrics.sent(frame)
+    async def _pull(self, frame: bytes, context: Context) -> None:
+        caller = await self._caller(context)
+
+        async def send(frame: bytes) -> None:
+            await context.write(self._metrics.sent(frame))
+
+        try:
+            await self._handler.offer(caller, decode(Join, frame), send)
+        except TimeoutError:
+            self._metrics.refused("slow")
+            await context.abort(grpc.StatusCode.ABORTED, "too slow while others wait")
+        except WireError as problem:
+            self._metrics.refused(problem.kind)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
+        except QuiverError as problem:
+            self._metrics.refused("pull")
+            self._log.alarm("model refused", caller=caller, reason=str(problem))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(problem))
 
     async def _order(self, frame: bytes, context: Context) -> bytes:
         caller = await self._caller(context)

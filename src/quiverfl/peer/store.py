@@ -79,6 +79,7 @@ class Store:
         entry: Entry,
         agreement: str,
         trace: Trace = lambda point: None,
+        incarnation: str = "",
     ) -> Store:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ class Store:
             raise QuiverError(f"{folder} already holds a peer's store; it is not overwritten.")
         changes: list[schema.Change] = [(schema.CREATE, None)]
         for key, value in {
-            "incarnation": secrets.token_hex(8),
+            "incarnation": incarnation or secrets.token_hex(8),
             "agreement": agreement,
             "name": accounts.name,
         }.items():

@@ -203,25 +203,25 @@ class Transactions:
     def finish_round(self) -> Awaitable[None]:
         return self.change(ledger.finish_round, lambda store, accounts: store.update(accounts))
 
-    async def evict(self, peer: str) -> int:
+    async def evict(self, peer: str, ban: bool = False) -> int:
         """Stop dealing with a peer; what was written off, in units."""
         before = self.accounts
         outbox: list[Transfer | None] = []
 
         def step(accounts: Accounts) -> Accounts:
             outbox.append(accounts.link(peer).outbox)
-            return ledger.evict(accounts, peer)
+            return ledger.evict(accounts, peer, ban)
 
         await self.change(step, lambda store, accounts: store.evict(accounts, peer, outbox[0]))
         return self.accounts.written_off - before.written_off
 
 
-def evict_at_rest(folder: Path, peer: str) -> int:
+def evict_at_rest(folder: Path, peer: str, ban: bool = False) -> int:
     """The same in the store of a peer that is not running; what was written off, in units."""
     store = Store.open(folder)
     try:
         before = store.accounts()
-        after = ledger.evict(before, peer)
+        after = ledger.evict(before, peer, ban)
         store.evict(after, peer, before.link(peer).outbox)
     finally:
         store.close()

@@ -102,13 +102,25 @@ class Reply(_Control):
     reason: Sentence = ""
 
 
+class Join(_Control):
+    """Whoever joins asks for the model, and says which store it will come with."""
+
+    agreement: Hash
+    sender: Name
+    receiver: Name
+    incarnation: Token
+    nonce: Hash
+
+
 class Model(_Control):
-    """The first frame of a pulled model."""
+    """The first frame of a pulled model, signed with the key the roster knows."""
 
     round: Count
     nbytes: Count
     digest: Hash
     manifest: Hash
+    certificate: Annotated[str, StringConstraints(max_length=4000)] = ""
+    signature: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,200}$")] = ""
 
 
 class Order(_Control):
@@ -116,6 +128,7 @@ class Order(_Control):
 
     action: Literal["status", "leave", "evict", "stop"]
     peer: Name | None = None
+    ban: bool = False
 
 
 AnyControl = TypeVar("AnyControl", bound=_Control)
@@ -164,12 +177,21 @@ def _protocol(frame: bytes) -> object:
     return content.get("protocol") if isinstance(content, dict) else None
 
 
+def model_text(join: Join, model: Model) -> bytes:
+    """What a model's signature covers: the question with its fresh nonce, and the answer."""
+    return b"quiver model\0" + encode(join) + encode(model.model_copy(update={"signature": ""}))
+
+
 def frames(payload: bytes) -> Iterator[bytes]:
     """The payload in chunks, each with its place and checksum."""
     view = memoryview(payload)
     for start in range(0, len(view), CHUNK):
-        data = view[start : start + CHUNK]
-        yield _HEADER.pack(start, zlib.crc32(data)) + data
+        yield framed(view[start : start + CHUNK], start)
+
+
+def framed(data: bytes | memoryview, start: int) -> bytes:
+    """One chunk, which belongs at `start` of the payload."""
+    return _HEADER.pack(start, zlib.crc32(data)) + data
 
 
 def data_bytes(frame: bytes) -> int:
