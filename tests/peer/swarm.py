@@ -127,7 +127,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     number = roster.number(name)
     learner = Quadratic(number, options.size, options.seconds, options.rate)
     agreement = Agreement(roster.run, name, "c" * 64, learner.manifest)
-    if (folder / "store" / "peer.sqlite").exists():
+    if Store.exists(folder / "store"):
         store = Store.open(folder / "store", trace)
     else:
         store = create_store(folder / "store", learner, agreement, trace)

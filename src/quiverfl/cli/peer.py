@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from quiverfl.cli.peer_certs import certs
+from quiverfl.cli.peer_status import status_rows
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 
@@ -115,8 +117,8 @@ def status(folder: Folder, json_: AsJson = False) -> None:
         print(json.dumps(found))
         return
     table = Table(show_header=False)
-    for key, value in found.items():
-        table.add_row(key, json.dumps(value) if isinstance(value, dict | list) else str(value))
+    for key, value in status_rows(found):
+        table.add_row(key, Text(value))
     Console().print(table)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from quiverfl import durable
 from quiverfl.errors import QuiverError
+
+log = logging.getLogger("quiverfl.peer")
 
 SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.ENOMEM}
 SHORTAGE_SECONDS = 30.0
@@ -61,4 +64,7 @@ def remove_all_but(folder: Path, keep: Callable[[str], bool]) -> None:
     """Clear the state and share files that no commit names, or names no more."""
     for path in folder.iterdir():
         if path.name.startswith(("state-", "share-")) and not keep(path.name):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as problem:  # it does no harm, and goes with a later commit
+                log.error("cannot remove %s: %s. Check the disk.", path, problem.strerror)

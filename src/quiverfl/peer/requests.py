@@ -106,5 +106,6 @@ class RequestHandler:
             raise QuiverError(f"evict {peer!r}: name another member of the roster.")
         lost = await self._transactions.evict(peer, ban)
         self._receiver.forget(peer)
+        self._neighbours.senders[peer].refund = None
         self._log.alarm("evicted", about=peer, written_off=lost / UNIT)
         return {"evicted": peer, "written_off": lost / UNIT}

@@ -7,8 +7,11 @@ pause, until the receiver has said `applied` or `refused`; both are durable at i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import random
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -47,6 +50,10 @@ class RestoredBackup(QuiverError):
 
 class Unreachable(Exception):
     """Not now: try again later. Nothing is known about what the other side did."""
+
+
+class Denied(Unreachable):
+    """The other side will not have this share: hearing from it is no reason to hurry."""
 
 
 def open_channel(address: str, name: str, identity: Identity, keepalive: float = 20.0) -> Any:
@@ -128,16 +135,19 @@ class Sender:
                 self.problem = str(problem)
                 self._log("retry", to=self.peer, seq=transfer.seq, reason=str(problem))
                 await self._disconnect()
-                await self._rest(pause * self._chance.uniform(0.5, 1.0))
+                hurry = not isinstance(problem, Denied)
+                await self._rest(pause * self._chance.uniform(0.5, 1.0), hurry)
                 pause = min(pause * 2, self._limits.retry_cap)
 
-    async def _rest(self, seconds: float | None) -> None:
-        try:
+    async def _rest(self, seconds: float | None, hurry: bool = True) -> None:
+        """Until there is a reason to try; without hurry, only the end is one."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
+                self._wake.clear()
+        while not hurry and not self._closed and time.monotonic() < end:
+            await asyncio.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
     async def close(self) -> None:
         self._closed = True
@@ -276,7 +286,7 @@ class Sender:
         elif reply.word == "denied":
             self._metrics.add("alarms")
             self._log.alarm("denied", to=self.peer, seq=transfer.seq, reason=reply.reason)
-            raise Unreachable(f"denied: {reply.reason}")
+            raise Denied(f"denied: {reply.reason}")
         else:
             raise Unreachable(f"{reply.word}: {reply.reason}")
 

@@ -178,7 +178,7 @@ def _write(history: Any, line: dict[str, Any]) -> None:
 
 
 async def _opened(folder: PeerFolder, learner: ShardLearner, agreement: Any, join: bool) -> Store:
-    exists = (folder.store / "peer.sqlite").exists()
+    exists = Store.exists(folder.store)
     if join and not exists:
         return await join_store(folder.store, learner, agreement, folder.roster, folder.path)
     if exists:

@@ -6,6 +6,7 @@ method that changes something is one commit: it either happened entirely or not 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import sqlite3
@@ -98,6 +99,20 @@ class Store:
         store._commit("start", accounts, changes, memory, entry=entry)
         return store
 
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        """Whether a store was made here to the end; half a one has promised nothing to anybody."""
+        if not (folder / schema.FILE).exists():
+            return False
+        try:
+            database = sqlite3.connect(folder / schema.FILE, timeout=10)
+            try:
+                return schema.exists(database)
+            finally:
+                database.close()
+        except sqlite3.Error as problem:
+            raise cannot_write(folder, problem) from problem
+
     @classmethod
     def open(cls, folder: Path, trace: Trace = lambda point: None) -> Store:
         if not (folder / schema.FILE).exists():
@@ -105,7 +120,7 @@ class Store:
         try:
             store = cls(folder, trace)
             if not schema.exists(store._database):
-                raise QuiverError(f"{folder} was never finished: remove it and start anew.")
+                raise QuiverError(f"{folder} was never finished: quiver peer run makes it again.")
             named = {name for name, _ in store._rows("SELECT name, digest FROM files")}
             remove_all_but(folder, named.__contains__)
         except (OSError, sqlite3.Error) as problem:
@@ -244,7 +259,8 @@ class Store:
     def _sweep(self) -> None:
         """Remove the files that this commit has replaced."""
         named = {name for name, _ in self._rows("SELECT name, digest FROM files")}
-        remove_all_but(self.folder, named.__contains__)
+        with contextlib.suppress(OSError):  # the commit stands; the next one tries again
+            remove_all_but(self.folder, named.__contains__)
 
 
 def _locked(folder: Path) -> Lock:

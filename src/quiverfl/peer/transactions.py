@@ -115,12 +115,14 @@ class Transactions:
         """Merge in the order given; the receipts may be acknowledged once this returns.
 
         A share whose sender was evicted after it was chosen is dropped: its link's past is filed
-        away by then, and nobody's books would have this share.
+        away by then, and nobody's books would have this share. A refund whose receiver was evicted
+        is written off already.
         """
-        chosen, refunds = list(receipts), list(refunds)
+        chosen, due = list(receipts), list(refunds)
 
         def transaction() -> None:
             receipts = [pair for pair in chosen if not self.accounts.link(pair[0].sender).gone]
+            refunds = [r for r in due if self.accounts.link(r.receiver).outbox == r]
             payloads = [share for _, share in receipts]
             payloads += [
                 self._manifest.unpack(self._store.payload(refund.digest)) for refund in refunds
