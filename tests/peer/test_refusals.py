@@ -14,11 +14,11 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quiverfl.peer import identity, wire
+from quiverfl.peer import identity, signing, wire
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
 from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.ledger import UNIT, Transfer
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
@@ -54,7 +54,7 @@ class Caller:
 
     def __init__(self, agreement: Agreement, address: str, papers: Identity) -> None:
         self.agreement, self.name = agreement, "peer-1"
-        self.channel = open_channel(address, "peer-0", papers)
+        self.channel, self.papers = open_channel(address, "peer-0", papers), papers
 
     async def hello(self, **changes: Any) -> Greeting:
         agreement = self.agreement
@@ -89,6 +89,11 @@ class Caller:
             "digest": hashlib.sha256(payload).hexdigest(),
             **changes,
         }
+        if "proof" not in changes:
+            names = ("sender", "receiver", "seq", "round", "units", "digest")
+            transfer = Transfer(*(values[name] for name in names), 0.0)
+            agreed, store = values["agreement"], values["incarnation"]
+            values["proof"] = signing.proof(self.papers, "share", transfer, agreed, store)
         return Announcement(**values)
 
     async def push(

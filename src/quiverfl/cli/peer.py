@@ -168,16 +168,24 @@ def audit(
             "may know of a share that its sender's older books do not have."
         ),
     ] = False,
+    roster: Annotated[
+        Path | None,
+        typer.Option(help="The run's roster.toml, to check signatures; else that of a folder."),
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """Prove that no mass was lost or counted twice; exit code 1 if it was, 7 if a store lacks."""
     require("peer", "quiver peer")
     from quiverfl.peer.audit import audit as audited
     from quiverfl.peer.peer_folder import STORE
+    from quiverfl.peer.roster import ROSTER, Roster
     from quiverfl.peer.schema import read_statement
+    from quiverfl.peer.signing import checked_by
 
     stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
-    report = audited([read_statement(store) for store in stores], live=live)
+    rosters = [roster] if roster else [p / ROSTER for p in folders if (p / ROSTER).exists()]
+    genuine = checked_by(Roster.read(rosters[0])) if rosters else None
+    report = audited([read_statement(store) for store in stores], live=live, genuine=genuine)
     if json_:
         print(json.dumps(report.values()))
     else:

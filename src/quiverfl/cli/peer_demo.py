@@ -28,6 +28,7 @@ from quiverfl.peer.peer_folder import OwnSettings, PeerFolder, make_folder
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.setup import history_of
+from quiverfl.peer.signing import checked_by
 from quiverfl.peer.wire import Order
 
 CONFIGURATION = """# Written by quiver peer demo.
@@ -205,7 +206,8 @@ def run_demo(root: Path, peers: int, rounds: int, mode: str, kills: int) -> bool
     finally:
         demo.stop()
     statements = [read_statement(folder.store) for folder in demo.folders.values()]
-    report = audit(statements)
+    genuine = checked_by(Roster.read(root / "authority" / ROSTER))
+    report = audit(statements, genuine=genuine)
     path = write_report(root, demo, statements, report, time.monotonic() - started)
     console.print()
     console.print("\n".join(report.lines()))

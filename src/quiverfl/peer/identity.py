@@ -70,6 +70,15 @@ class Identity:
     def sign(self, text: bytes) -> str:
         return self._private_key.sign(text, ec.ECDSA(hashes.SHA256())).hex()
 
+    @cached_property
+    def point(self) -> str:
+        """The public key in its shortest form."""
+        return (
+            self._private_key.public_key()
+            .public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
+            .hex()
+        )
+
     def check_pair(self) -> None:
         if _encoded(self._private_key.public_key()) != _encoded(
             parse(self.certificate).public_key()

@@ -39,6 +39,7 @@ class Transfer:
     units: int
     digest: str  # sha256 of the payload
     total: float  # float64 sum of the payload's numbers, for the audit
+    proof: str = field(default="", compare=False)  # the other side's signature, once there is one
 
 
 @dataclass(frozen=True)

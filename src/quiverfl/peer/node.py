@@ -73,7 +73,14 @@ class Node:
         self.number = self._roster.current.number(agreement.name)
         self.transactions = Transactions(store, agreement.manifest)
         self.receiver = Receiver(
-            self.transactions, agreement, limits, self.metrics, self.log, trace
+            self.transactions,
+            agreement,
+            limits,
+            self.metrics,
+            self.log,
+            trace,
+            roster=self._roster,
+            identity=self._identity,
         )
         self.offering = Offering(self.transactions, agreement, limits, store.folder)
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)

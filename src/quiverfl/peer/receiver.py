@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quiverfl.peer import ledger
+from quiverfl.peer import ledger, signing
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.intake import Intake, Turns
 from quiverfl.peer.ledger import UNIT, Transfer, Verdict
 from quiverfl.peer.manifest import Leaves, finite, norm, total
 from quiverfl.peer.metrics import Log, PeerMetrics
+from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.store import Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import (
@@ -44,7 +46,11 @@ class Receiver:
         metrics: PeerMetrics,
         log: Log,
         trace: Trace,
+        *,
+        roster: LiveRoster,
+        identity: LiveIdentity,
     ) -> None:
+        self._roster, self._identity = roster, identity
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
         self._metrics, self._log, self._trace = metrics, log, trace
         self._intake, self._streams = Intake(limits.bodies, limits), Turns(limits.streams)
@@ -87,7 +93,7 @@ class Receiver:
             self._log("refused", sender=sender, seq=a.seq, reason=refusal.reason)
             await answer(refusal)
             return
-        transfer = Transfer(sender, a.receiver, a.seq, a.round, a.units, a.digest, 0.0)
+        transfer = _announced(a)
         verdict = self._judge(transfer)
         if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):
             self._metrics.add("duplicates")
@@ -117,6 +123,9 @@ class Receiver:
             return Reply(word="retry", reason="stranger: say hello first")
         if a.incarnation != link.incarnation:
             return Reply(word="denied", reason="incarnation: another store than the one met")
+        roster, agreed = self._roster.refresh(), self._agreement.hash
+        if not signing.holds(roster, "share", _announced(a), agreed, a.incarnation):
+            return Reply(word="denied", reason="signature: not by the key in the roster")
         return None
 
     def _judge(self, transfer: Transfer) -> Verdict:
@@ -142,7 +151,7 @@ class Receiver:
             message = self._agreement.manifest.unpack(assembly.payload())
         own = self._transactions.memory.message
         reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
-        transfer = Transfer(*_identified(transfer), value)
+        transfer = replace(transfer, total=value)
         verdict = self._judge(transfer)  # another stream may have been faster
         if verdict is not Verdict.PROCEED:
             return verdict
@@ -200,10 +209,11 @@ class Receiver:
     async def _conclude(self, verdict: Verdict, transfer: Transfer, answer: Answer) -> None:
         where = _coordinates(transfer)
         if verdict is Verdict.APPLIED:
-            await answer(Reply(word="applied"))
+            await answer(Reply(word="applied", proof=self._receipt("applied", transfer)))
         elif verdict is Verdict.REFUSED:
             reason = self._transactions.accounts.link(transfer.sender).refusal
-            await answer(Reply(word="refused", reason=reason))
+            proof = self._receipt("refused", transfer)
+            await answer(Reply(word="refused", reason=reason, proof=proof))
         elif verdict is Verdict.PROCEED:  # staged, then lost with a rolled-back commit
             await answer(Reply(word="retry", reason="rolled back"))
         else:
@@ -211,6 +221,11 @@ class Receiver:
             self._metrics.add("alarms")
             self._log.alarm("transfer refused", **where, reason=verdict.value)
             await answer(Reply(word="denied", reason=verdict.value))
+
+    def _receipt(self, word: str, transfer: Transfer) -> str:
+        store = self._transactions.accounts.link(transfer.sender).incarnation
+        papers = self._identity.refresh()
+        return signing.proof(papers, word, transfer, self._agreement.hash, store)
 
     def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
         """Staged shares in sender order; in sync mode those of rounds that are over."""
@@ -247,8 +262,8 @@ async def _in_time(
     raise WireError("slow", "too slow: the bytes come at a pace that nobody can wait for.")
 
 
-def _identified(t: Transfer) -> tuple[str, str, int, int, int, str]:
-    return t.sender, t.receiver, t.seq, t.round, t.units, t.digest
+def _announced(a: Announcement) -> Transfer:
+    return Transfer(a.sender, a.receiver, a.seq, a.round, a.units, a.digest, 0.0, a.proof)
 
 
 def _coordinates(transfer: Transfer) -> dict[str, object]:

@@ -13,13 +13,14 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import identity
+from quiverfl.peer import identity, signing
 from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.files import StoreError
 from quiverfl.peer.identity import Identity
@@ -245,6 +246,9 @@ class Sender:
             units=transfer.units,
             nbytes=self._agreement.manifest.nbytes,
             digest=transfer.digest,
+            proof=signing.proof(
+                self._identity(), "share", transfer, self._agreement.hash, self._incarnation
+            ),
         )
         self._trace("before send")
         await call.write(self._metrics.sent(encode(announcement)))
@@ -277,6 +281,8 @@ class Sender:
         return decode(Reply, frame)
 
     async def _conclude(self, reply: Reply, transfer: Transfer) -> None:
+        if reply.word in ("applied", "refused"):
+            transfer = self._receipted(reply, transfer)
         if reply.word == "applied":
             await self._transactions.acknowledge(transfer)
             self._metrics.add("transfers")
@@ -289,6 +295,14 @@ class Sender:
             raise Denied(f"denied: {reply.reason}")
         else:
             raise Unreachable(f"{reply.word}: {reply.reason}")
+
+    def _receipted(self, reply: Reply, transfer: Transfer) -> Transfer:
+        """The transfer with its receipt, which must be by the neighbour's key in the roster."""
+        signed = replace(transfer, proof=reply.proof)
+        roster, agreed = self._roster.refresh(), self._agreement.hash
+        if not signing.holds(roster, reply.word, signed, agreed, self._incarnation):
+            raise Denied(f"the receipt of {self.peer} is not signed with its key in the roster")
+        return signed
 
 
 def _pass_on_cancellation() -> NoReturn:

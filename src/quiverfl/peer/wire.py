@@ -32,6 +32,7 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sentence = Annotated[str, StringConstraints(max_length=1000)]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
+Proof = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{16} [0-9a-f]{66} [0-9a-f]{1,160})?$")]
 
 
 class WireError(QuiverError):
@@ -86,6 +87,7 @@ class Announcement(_Control):
     units: Annotated[int, Field(ge=1, lt=2**62)]
     nbytes: Count
     digest: Hash
+    proof: Proof = ""  # this share, signed by its sender
 
 
 Word = Literal["proceed", "staged", "applied", "refused", "retry", "denied"]
@@ -100,6 +102,7 @@ class Reply(_Control):
 
     word: Word
     reason: Sentence = ""
+    proof: Proof = ""  # of applied and refused: signed by the receiver
 
 
 class Join(_Control):
