@@ -23,7 +23,7 @@ from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.sender import open_channel
-from quiverfl.peer.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply
+from quiverfl.peer.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply, Voucher
 
 from .swarm import Options, build, make_folders
 
@@ -54,6 +54,8 @@ class Caller:
 
     def __init__(self, agreement: Agreement, address: str, papers: Identity) -> None:
         self.agreement, self.name = agreement, "peer-1"
+        self.met = "0" * 16  # the other's store, once it has said hello
+        self.vouchers: list[Voucher] = []
         self.channel, self.papers = open_channel(address, "peer-0", papers), papers
 
     async def hello(self, **changes: Any) -> Greeting:
@@ -74,7 +76,10 @@ class Caller:
             **changes,
         }
         call = self.channel.unary_unary(f"/{SERVICE}/Hello")
-        return wire.decode(Greeting, await call(wire.encode(Hello(**values)), timeout=5))
+        greeting = wire.decode(Greeting, await call(wire.encode(Hello(**values)), timeout=5))
+        if greeting.hello is not None:
+            self.met = greeting.hello.incarnation
+        return greeting
 
     def announcement(self, payload: bytes, **changes: Any) -> Announcement:
         values = {
@@ -92,8 +97,8 @@ class Caller:
         if "proof" not in changes:
             names = ("sender", "receiver", "seq", "round", "units", "digest")
             transfer = Transfer(*(values[name] for name in names), 0.0)
-            agreed, store = values["agreement"], values["incarnation"]
-            values["proof"] = signing.proof(self.papers, "share", transfer, agreed, store)
+            agreed, stores = values["agreement"], (values["incarnation"], self.met)
+            values["proof"] = signing.proof(self.papers, "share", transfer, agreed, stores)
         return Announcement(**values)
 
     async def push(
@@ -107,6 +112,10 @@ class Caller:
         call = self.channel.stream_stream(f"/{SERVICE}/Push")()
         await call.write(first)
         reply = wire.decode(Reply, await call.read())
+        while reply.word == "show":
+            shown = self.vouchers[reply.rows : reply.rows + wire.VOUCHERS]
+            await call.write(wire.encode(wire.Evidence(vouchers=shown)))
+            reply = wire.decode(Reply, await call.read())
         if reply.word == "proceed":
             for frame in frames:
                 await call.write(frame)

@@ -166,7 +166,7 @@ def test_shares_that_their_sender_did_not_sign_are_denied(tmp_path: Path) -> Non
             for proof in (
                 "",
                 good.proof[:-2] + "00",
-                good.proof.replace(good.proof[17:83], other.point),
+                good.proof.replace(good.proof[34:100], other.point),
             ):
                 reply = await caller.push(proof=proof)
                 assert (reply.word, reply.reason[:9]) == ("denied", "signature")

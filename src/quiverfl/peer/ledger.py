@@ -58,7 +58,9 @@ class Link:
     incarnation: str = ""  # which store the neighbour runs on; empty until they have met
     sent: int = 0  # seq of the last transfer to it
     outbox: Transfer | None = None  # not acknowledged yet: at most one
+    given: int = 0  # units pushed to it in all, without what came back
     received: int = 0  # seq of the last transfer from it that was applied or refused for good
+    taken: int = 0  # units absorbed from it in all
     digest: str = ""  # of that transfer
     refusal: str = ""  # why it was refused; empty when it was applied
     closed: bool = False  # it is leaving: nothing new is sent to it
@@ -132,7 +134,8 @@ def push(accounts: Accounts, round: int, shares: Mapping[str, Share]) -> Account
         transfer = Transfer(
             accounts.name, receiver, seq, round, share.units, share.digest, share.total
         )
-        links[receiver] = replace(link, sent=seq, outbox=transfer)
+        given = link.given + share.units
+        links[receiver] = replace(link, sent=seq, outbox=transfer, given=given)
     units = accounts.units - sum(share.units for share in shares.values())
     if units < 0:
         raise QuiverError(f"{accounts.name!r} cannot push more mass than it has.")
@@ -151,7 +154,11 @@ def absorb(
         if receipt.seq != link.received + 1:
             raise QuiverError(f"{receipt} does not follow number {link.received} of its link.")
         links[receipt.sender] = replace(
-            link, received=receipt.seq, digest=receipt.digest, refusal=""
+            link,
+            received=receipt.seq,
+            digest=receipt.digest,
+            refusal="",
+            taken=link.taken + receipt.units,
         )
         units += receipt.units
         arrived = True
@@ -159,7 +166,7 @@ def absorb(
         link = links[refund.receiver]
         if link.outbox != refund:
             raise QuiverError(f"{refund} is not in the outbox.")
-        links[refund.receiver] = replace(link, outbox=None)
+        links[refund.receiver] = replace(link, outbox=None, given=link.given - refund.units)
         units += refund.units
     return replace(accounts, units=units, arrived=arrived, links=links)
 

@@ -62,6 +62,7 @@ class Neighbours:
                 identity=identity.refresh,
                 incarnation=self._incarnation,
                 payload=store.payload,
+                vouchers=store.vouchers,
                 compose=self.hello,
                 on_greeting=self.met,
                 metrics=metrics,

@@ -81,6 +81,7 @@ class Node:
             trace,
             roster=self._roster,
             identity=self._identity,
+            store=store,
         )
         self.offering = Offering(self.transactions, agreement, limits, store.folder)
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)

@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 
 from quiverfl.peer import ledger, signing
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.credit import Credit
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.intake import Intake, Turns
 from quiverfl.peer.ledger import UNIT, Transfer, Verdict
 from quiverfl.peer.manifest import Leaves, finite, norm, total
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
-from quiverfl.peer.store import Trace
+from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import (
     Announcement,
     Assembly,
+    Evidence,
     Reply,
     WireError,
     Word,
@@ -49,8 +51,11 @@ class Receiver:
         *,
         roster: LiveRoster,
         identity: LiveIdentity,
+        store: Store,
     ) -> None:
         self._roster, self._identity = roster, identity
+        self._incarnation = store.meta("incarnation")
+        self._credit = Credit(agreement.hash, agreement.name, store.shown())
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
         self._metrics, self._log, self._trace = metrics, log, trace
         self._intake, self._streams = Intake(limits.bodies, limits), Turns(limits.streams)
@@ -124,7 +129,8 @@ class Receiver:
         if a.incarnation != link.incarnation:
             return Reply(word="denied", reason="incarnation: another store than the one met")
         roster, agreed = self._roster.refresh(), self._agreement.hash
-        if not signing.holds(roster, "share", _announced(a), agreed, a.incarnation):
+        stores = (a.incarnation, self._incarnation)
+        if not signing.holds(roster, "share", _announced(a), agreed, *stores):
             return Reply(word="denied", reason="signature: not by the key in the roster")
         return None
 
@@ -144,6 +150,8 @@ class Receiver:
         """Take the body in; afterwards it is staged, or refused for good."""
         if len(self.staged) >= self._limits.staged:
             raise WireError("busy", "too many shares wait for the next commit; try again later.")
+        if not await self._shown(transfer, frames, answer):
+            return await self._refuse(transfer, "mass it cannot show")
         async with self._intake.place(transfer.sender) as left:
             await answer(Reply(word="proceed"))
             assembly = Assembly(self._agreement.manifest.nbytes, transfer.digest)
@@ -156,13 +164,35 @@ class Receiver:
         if verdict is not Verdict.PROCEED:
             return verdict
         if reason:
-            await self._transactions.bury(transfer, reason)
-            self._metrics.refused(reason)
-            self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
-            return Verdict.REFUSED
+            return await self._refuse(transfer, reason)
         self.staged[transfer.sender] = Staged(transfer, message)
         self.hear(transfer.sender, transfer.round)
         return Verdict.STAGED
+
+    async def _refuse(self, transfer: Transfer, reason: str) -> Verdict:
+        if self._judge(transfer) is Verdict.PROCEED:
+            await self._transactions.bury(transfer, reason)
+            self._metrics.refused(reason)
+            self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
+        return self._judge(transfer)
+
+    async def _shown(
+        self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
+    ) -> bool:
+        """Whether the sender can have so much mass; it is asked to show where it comes from."""
+        sender = transfer.sender
+        if transfer.units > self._limits.mass_cap:
+            return True  # refused for that
+        while not self._credit.covers(self._transactions.accounts, transfer):
+            await answer(Reply(word="show", rows=self._credit.of(sender).rows))
+            vouchers = decode(Evidence, await self._next(frames)).vouchers
+            if not vouchers:
+                return False
+            store = self._transactions.accounts.link(sender).incarnation
+            roster = self._roster.refresh()
+            self._credit.believe(sender, store, self._incarnation, vouchers, roster)
+            await self._transactions.note_shown(sender, self._credit.of(sender).written())
+        return True
 
     def hear(self, peer: str, round: int) -> None:
         """A neighbour is known to have come this far; it never goes back."""
@@ -224,8 +254,8 @@ class Receiver:
 
     def _receipt(self, word: str, transfer: Transfer) -> str:
         store = self._transactions.accounts.link(transfer.sender).incarnation
-        papers = self._identity.refresh()
-        return signing.proof(papers, word, transfer, self._agreement.hash, store)
+        papers, agreed = self._identity.refresh(), self._agreement.hash
+        return signing.proof(papers, word, transfer, agreed, (store, self._incarnation))
 
     def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
         """Staged shares in sender order; in sync mode those of rounds that are over."""
@@ -237,7 +267,8 @@ class Receiver:
         return [(entry.transfer, entry.message) for entry in chosen]
 
     def forget(self, sender: str) -> None:
-        """Drop what is staged from a peer that was evicted."""
+        """Drop what is staged from a peer that was evicted, and what it has shown."""
+        self._credit.forget(sender)
         staged = self.staged.pop(sender, None)
         if staged is not None:
             self.committed([staged.transfer])

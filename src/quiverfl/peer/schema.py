@@ -29,6 +29,7 @@ CREATE TABLE sent (sender TEXT, receiver TEXT, seq INTEGER, round INTEGER, units
   digest TEXT, total REAL, proof TEXT, status TEXT NOT NULL, PRIMARY KEY (receiver, seq));
 CREATE TABLE received (sender TEXT, receiver TEXT, seq INTEGER, round INTEGER, units INTEGER,
   digest TEXT, total REAL, proof TEXT, refusal TEXT NOT NULL, PRIMARY KEY (sender, seq));
+CREATE TABLE shown (sender TEXT PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE entries (number INTEGER PRIMARY KEY, kind TEXT, round INTEGER, units INTEGER,
   units_in INTEGER, units_out INTEGER, total REAL, total_in REAL, total_out REAL, trained REAL,
   scale REAL)
@@ -68,6 +69,10 @@ def sent(transfer: Transfer, status: str) -> Change:
 def received(transfer: Transfer, refusal: str) -> Change:
     statement = "INSERT INTO received VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
     return (statement, (*astuple(transfer), refusal))
+
+
+def shown(sender: str, body: str) -> Change:
+    return ("INSERT OR REPLACE INTO shown VALUES (?, ?)", (sender, body))
 
 
 def status(transfer: Transfer, word: str) -> Change:

@@ -32,10 +32,13 @@ from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import (
     CHUNK,
     SERVICE,
+    VOUCHERS,
     Announcement,
+    Evidence,
     Greeting,
     Hello,
     Reply,
+    Voucher,
     WireError,
     decode,
     encode,
@@ -93,6 +96,7 @@ class Sender:
         identity: Callable[[], Identity],
         incarnation: str,
         payload: Callable[[str], bytes],
+        vouchers: Callable[[str, int, int], list[Transfer]],
         compose: Callable[[str], Hello],
         on_greeting: Callable[[Hello], Awaitable[None]],
         metrics: PeerMetrics,
@@ -107,6 +111,7 @@ class Sender:
             roster,
         )
         self._identity, self._incarnation, self._payload = identity, incarnation, payload
+        self._vouchers = vouchers
         self._compose, self._on_greeting = compose, on_greeting
         self._metrics, self._log, self._trace = metrics, log, trace
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
@@ -247,12 +252,15 @@ class Sender:
             nbytes=self._agreement.manifest.nbytes,
             digest=transfer.digest,
             proof=signing.proof(
-                self._identity(), "share", transfer, self._agreement.hash, self._incarnation
+                self._identity(), "share", transfer, self._agreement.hash, self._stores()
             ),
         )
         self._trace("before send")
         await call.write(self._metrics.sent(encode(announcement)))
         reply = await self._reply(call, self._limits.idle_seconds)
+        while reply.word == "show":
+            await call.write(self._metrics.sent(encode(await self._evidence(reply.rows))))
+            reply = await self._reply(call, self._limits.idle_seconds)
         if reply.word == "proceed":
             payload = await self._body(transfer)
             for frame in frames(payload):
@@ -264,6 +272,25 @@ class Sender:
             # Training may take long; keep-alive notices a dead neighbour, asking again a deaf one.
             reply = await self._reply(call, 10 * self._limits.idle_seconds)
         await self._conclude(reply, transfer)
+
+    def _stores(self) -> tuple[str, str]:
+        return self._incarnation, self._transactions.accounts.link(self.peer).incarnation
+
+    async def _evidence(self, rows: int) -> Evidence:
+        taken = await asyncio.to_thread(self._vouchers, self.peer, rows, VOUCHERS)
+        return Evidence(
+            vouchers=[
+                Voucher(
+                    sender=signing.named(t.sender),
+                    seq=t.seq,
+                    round=t.round,
+                    units=t.units,
+                    digest=t.digest,
+                    proof=t.proof,
+                )
+                for t in taken
+            ]
+        )
 
     async def _body(self, transfer: Transfer) -> bytes:
         try:
@@ -300,7 +327,7 @@ class Sender:
         """The transfer with its receipt, which must be by the neighbour's key in the roster."""
         signed = replace(transfer, proof=reply.proof)
         roster, agreed = self._roster.refresh(), self._agreement.hash
-        if not signing.holds(roster, reply.word, signed, agreed, self._incarnation):
+        if not signing.holds(roster, reply.word, signed, agreed, *self._stores()):
             raise Denied(f"the receipt of {self.peer} is not signed with its key in the roster")
         return signed
 

@@ -1,7 +1,7 @@
 """Shares and receipts signed with the keys of the roster: who sent what, and who took it.
 
-A proof is one line: the sender's store, the signer's public key (compressed P-256 point), the
-signature. It stays in the books, so that an audit can tell whose books are wrong.
+A proof is one line: the sender's store, the receiver's, the signer's public key (compressed P-256
+point), the signature. It stays in the books, so that an audit can tell whose books are wrong.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from quiverfl.peer.roster import Roster
 SIGNER = {"share": "sender", "applied": "receiver", "refused": "receiver"}
 
 
-def text_of(word: str, transfer: Transfer, agreement: str, incarnation: str) -> bytes:
+def text_of(word: str, transfer: Transfer, agreement: str, stores: tuple[str, str]) -> bytes:
     """What is signed: `share` by the sender; `applied` and `refused` by the receiver."""
     fields = [
-        *(word, agreement, incarnation, named(transfer.sender), named(transfer.receiver)),
+        *(word, agreement, *stores, named(transfer.sender), named(transfer.receiver)),
         *(transfer.seq, transfer.round, transfer.units, transfer.digest),
     ]
     return b"quiver transfer\0" + json.dumps(fields, separators=(",", ":")).encode()
@@ -37,9 +37,12 @@ def named(peer: str) -> str:
     return peer.partition(PAST)[0]
 
 
-def proof(papers: Identity, word: str, transfer: Transfer, agreement: str, incarnation: str) -> str:
-    signature = papers.sign(text_of(word, transfer, agreement, incarnation))
-    return f"{incarnation} {papers.point} {signature}"
+def proof(
+    papers: Identity, word: str, transfer: Transfer, agreement: str, stores: tuple[str, str]
+) -> str:
+    """`stores`: the sender's and the receiver's."""
+    signature = papers.sign(text_of(word, transfer, agreement, stores))
+    return f"{stores[0]} {stores[1]} {papers.point} {signature}"
 
 
 def checked_by(roster: Roster) -> Genuine:
@@ -55,19 +58,26 @@ def holds(
     transfer: Transfer,
     agreement: str,
     incarnation: str = "",
+    towards: str = "",
     *,
     former: bool = False,
 ) -> bool:
-    """Whether the transfer's proof is by the member it must be by, for this very transfer."""
+    """Whether the transfer's proof is by the member it must be by, for this very transfer.
+
+    Where the sender's or the receiver's store is given, it must be that one.
+    """
     signer = getattr(transfer, SIGNER[word])
     try:
-        store, point, signature = transfer.proof.split(" ")
+        store, receiver, point, signature = transfer.proof.split(" ")
         member = roster.member(named(signer))
         fingerprint, key = _public_key(point)
         known = member.keys + (member.former if former else ())
-        if fingerprint not in known or (incarnation and store != incarnation):
+        if fingerprint not in known or (incarnation or store, towards or receiver) != (
+            store,
+            receiver,
+        ):
             return False
-        text = text_of(word, transfer, agreement, store)
+        text = text_of(word, transfer, agreement, (store, receiver))
         key.verify(bytes.fromhex(signature), text, ec.ECDSA(hashes.SHA256()))
     except (InvalidSignature, ValueError, QuiverError):
         return False

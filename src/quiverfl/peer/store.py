@@ -150,11 +150,27 @@ class Store:
     def payload(self, digest: str) -> bytes:
         return read_checked(self.folder / f"share-{digest}", digest)
 
+    def shown(self) -> dict[str, str]:
+        return {row[0]: row[1] for row in self._rows("SELECT sender, body FROM shown")}
+
+    def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
+        """Shares taken from others than `receiver`, in the order they came, after so many."""
+        query = (
+            "SELECT * FROM received WHERE refusal = '' AND sender != ? ORDER BY rowid "
+            "LIMIT ? OFFSET ?"
+        )
+        with self._one_at_a_time:
+            found = self._database.execute(query, (receiver, most, rows)).fetchall()
+        return [Transfer(*row[:8]) for row in found]
+
     # Commits
 
     def note(self, key: str, value: str) -> None:
         """Remember one fact, durably."""
         self._commit("note", None, [("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))])
+
+    def note_shown(self, sender: str, body: str) -> None:
+        self._commit("shown", None, [schema.shown(sender, body)])
 
     def update(self, accounts: Accounts) -> None:
         """Accounts alone: a neighbour met, a neighbour leaving."""
@@ -197,6 +213,7 @@ class Store:
         past = f"{peer}{PAST}{accounts.link(peer).incarnation or 'unmet'}"
         changes.append(("UPDATE sent SET receiver = ? WHERE receiver = ?", (past, peer)))
         changes.append(("UPDATE received SET sender = ? WHERE sender = ?", (past, peer)))
+        changes.append(("DELETE FROM shown WHERE sender = ?", (peer,)))
         self._commit("evict", accounts, changes)
 
     def _commit(

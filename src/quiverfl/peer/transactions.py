@@ -184,6 +184,9 @@ class Transactions:
             lambda store, accounts: store.acknowledge(accounts, transfer),
         )
 
+    async def note_shown(self, sender: str, body: str) -> None:
+        await self._alone(lambda: self._store.note_shown(sender, body))
+
     def bury(self, transfer: Transfer, reason: str) -> Awaitable[None]:
         return self.change(
             lambda accounts: ledger.bury(accounts, transfer, reason),

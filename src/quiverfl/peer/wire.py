@@ -17,12 +17,15 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer.ledger import Transfer
 
 PROTOCOL = 2
 CHUNK = 1 << 20
 CONTROL_LIMIT = 1 << 14
 """A control message is far smaller; a longer one is refused unread."""
 SERVICE = "quiver.Peer"
+VOUCHERS = 24
+"""At most so many fit into a control message."""
 
 _HEADER = struct.Struct("<QI")  # offset, crc32 of the data
 
@@ -32,7 +35,8 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sentence = Annotated[str, StringConstraints(max_length=1000)]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-Proof = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{16} [0-9a-f]{66} [0-9a-f]{1,160})?$")]
+_SIGNED = r"[0-9a-f]{16} [0-9a-f]{16} [0-9a-f]{66} [0-9a-f]{1,160}"
+Proof = Annotated[str, StringConstraints(pattern=f"^({_SIGNED})?$")]
 
 
 class WireError(QuiverError):
@@ -90,19 +94,42 @@ class Announcement(_Control):
     proof: Proof = ""  # this share, signed by its sender
 
 
-Word = Literal["proceed", "staged", "applied", "refused", "retry", "denied"]
+class Voucher(_Control):
+    """A share that somebody else signed to whoever shows it."""
+
+    sender: Name
+    seq: Annotated[int, Field(ge=1, lt=2**62)]
+    round: Count
+    units: Annotated[int, Field(ge=1, lt=2**62)]
+    digest: Hash
+    proof: Annotated[str, StringConstraints(pattern=f"^{_SIGNED}$")]
+
+    def transfer(self, receiver: str) -> Transfer:
+        values = (self.seq, self.round, self.units, self.digest, 0.0, self.proof)
+        return Transfer(self.sender, receiver, *values)
+
+
+class Evidence(_Control):
+    """The answer to `show`: where a sender's mass has come from; empty if there is no more."""
+
+    vouchers: Annotated[list[Voucher], Field(max_length=VOUCHERS)]
+
+
+Word = Literal["proceed", "show", "staged", "applied", "refused", "retry", "denied"]
 
 
 class Reply(_Control):
     """An answer within a push.
 
-    proceed: send the body · staged: it is here, wait · applied: the ack, durable · refused: the
-    nack, durable, take it back · retry: not now, nothing changed · denied: never, nothing changed.
+    proceed: send the body · show: first show where so much mass comes from · staged: it is here,
+    wait · applied: the ack, durable · refused: the nack, durable, take it back · retry: not now,
+    nothing changed · denied: never, nothing changed.
     """
 
     word: Word
     reason: Sentence = ""
     proof: Proof = ""  # of applied and refused: signed by the receiver
+    rows: Count = 0  # of show: how much was shown before
 
 
 class Join(_Control):
