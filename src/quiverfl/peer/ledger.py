@@ -266,6 +266,12 @@ def may_push(accounts: Accounts) -> bool:
     return accounts.units >= PUSH_FLOOR or accounts.arrived
 
 
+def overdrawn(accounts: Accounts, peer: str, lend: int) -> bool:
+    """Whether a neighbour has taken more than this without giving anything back for it."""
+    link = accounts.link(peer)
+    return link.given - link.taken > lend
+
+
 def free(accounts: Accounts, peer: str) -> bool:
     """Whether a new share may go to this neighbour: nothing to it is still unacknowledged."""
     link = accounts.link(peer)

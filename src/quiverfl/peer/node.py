@@ -24,7 +24,7 @@ from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.descriptors import acceptable_connections
 from quiverfl.peer.files import write_durably
 from quiverfl.peer.identity import LiveIdentity
-from quiverfl.peer.learner import Learner, column, expected_senders
+from quiverfl.peer.learner import Learner, column, expected_senders, mutual_neighbours
 from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
 from quiverfl.peer.offering import Offering
@@ -105,6 +105,7 @@ class Node:
         self.state = "starting"
         self.scores: dict[str, float] = {}
         self._outbox_since = time.monotonic()
+        self._mutual = mutual_neighbours(topology, self.names, self.number)
 
     # The life of the process
 
@@ -309,8 +310,11 @@ class Node:
                 return False
         cautious = not self._sync() or bool(neighbours.absent | neighbours.clogged)
         may = not cautious or ledger.may_push(self.transactions.accounts)
+        barred = self._overdrawn()
         chosen = {
-            p: w for p, w in weights.items() if p not in others or (may and neighbours.free(p))
+            p: w
+            for p, w in weights.items()
+            if p not in others or (may and neighbours.free(p) and p not in barred)
         }
         parts = ledger.as_parts(chosen)
         home = parts.pop(self.agreement.name, 0)
@@ -319,6 +323,16 @@ class Node:
         for transfer in await self.transactions.push(t, message, rest, parts, home):
             neighbours.senders[transfer.receiver].wake()
         return True
+
+    def _overdrawn(self) -> set[str]:
+        """Async: who has so much of this peer's mass that it must give some back first.
+
+        Of two honest neighbours one at least may always push to the other.
+        """
+        if self._sync():
+            return set()
+        accounts, lend = self.transactions.accounts, int(self.settings.lend * ledger.UNIT)
+        return {peer for peer in self._mutual if ledger.overdrawn(accounts, peer, lend)}
 
     async def _gather(self, t: int, expected: set[str]) -> None:
         """Until every promised share is here, or the deadline: late ones merge in a later round."""
@@ -472,5 +486,6 @@ class Node:
             "counts": dict(self.metrics.counts),
             "refusals": dict(self.metrics.refusals),
             "absent": sorted(self.neighbours.absent),
+            "overdrawn": sorted(self._overdrawn()),
             "problems": self._problems(),
         }
