@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quiverfl.peer.ledger import UNIT, Link
+from quiverfl.peer.ledger import UNIT, Accounts
 from quiverfl.peer.manifest import Manifest, canonical_hash
 from quiverfl.peer.wire import PROTOCOL, Hello, other_protocol
 
@@ -62,12 +62,14 @@ class Agreement:
         return ""
 
 
-def older_than_remembered(name: str, link: Link, hello: Hello) -> str:
-    """Whether a neighbour remembers more of our link than this peer's own store does.
+def older_than_remembered(name: str, pushes: int, accounts: Accounts, hello: Hello) -> str:
+    """Whether a neighbour remembers, or has heard of, more than this peer's own store knows.
 
+    `pushes` is how often this store has pushed by its own signature that the neighbour shows.
     Compares the neighbour's past with our present, so that messages on their way do no harm.
     """
-    if hello.received > link.sent or hello.acknowledged > link.received:
+    link = accounts.link(hello.sender)
+    if pushes > accounts.pushes or hello.received > link.sent or hello.acknowledged > link.received:
         return (
             f"the store of {name!r} is older than what {hello.sender!r} remembers of it: it was "
             "restored from a backup, and mass it holds has moved on since. Evict it on the others "

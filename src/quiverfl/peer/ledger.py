@@ -66,6 +66,8 @@ class Link:
     closed: bool = False  # it is leaving: nothing new is sent to it
     gone: bool = False  # evicted here: nothing is sent to it or taken from it
     banned: bool = False  # evicted for good: a new store does not bring it back
+    pushes: int = 0  # how often it is known to have pushed, to whomever
+    clock: str = ""  # its signature under that
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Accounts:
     pushed: bool = False  # whether `round` has pushed and waits to absorb
     arrived: bool = True  # whether something has come since the last push
     written_off: int = 0
+    pushes: int = 0  # in all: it only grows, so whoever remembers more has seen a newer store
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def link(self, peer: str) -> Link:
@@ -139,8 +142,15 @@ def push(accounts: Accounts, round: int, shares: Mapping[str, Share]) -> Account
     units = accounts.units - sum(share.units for share in shares.values())
     if units < 0:
         raise QuiverError(f"{accounts.name!r} cannot push more mass than it has.")
-    arrived = accounts.arrived and not shares
-    return replace(accounts, units=units, round=round, pushed=True, arrived=arrived, links=links)
+    return replace(
+        accounts,
+        units=units,
+        round=round,
+        pushed=True,
+        arrived=accounts.arrived and not shares,
+        pushes=accounts.pushes + bool(shares),
+        links=links,
+    )
 
 
 def absorb(
@@ -237,6 +247,15 @@ def evict(accounts: Accounts, peer: str, ban: bool = False) -> Accounts:
     banned = link.banned or ban
     changed = accounts._with(peer, replace(link, outbox=None, gone=True, banned=banned))
     return replace(changed, written_off=accounts.written_off + lost)
+
+
+def witness(accounts: Accounts, known: Mapping[str, tuple[str, int, str]]) -> Accounts:
+    """Remember how far others have come (store, pushes, signature), should one restore a backup."""
+    for peer, (store, pushes, clock) in known.items():
+        link = accounts.link(peer)
+        if link.incarnation == store and pushes > link.pushes:
+            accounts = accounts._with(peer, replace(link, pushes=pushes, clock=clock))
+    return accounts
 
 
 def part_from(accounts: Accounts, peer: str) -> Accounts:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer import signing
 from quiverfl.peer.agreement import Agreement, Limits, older_than_remembered
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.ledger import free
@@ -16,7 +18,7 @@ from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.sender import RestoredBackup, Sender, Unreachable
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import PROTOCOL, Hello
+from quiverfl.peer.wire import CLOCKS, PROTOCOL, Clock, Hello
 
 
 @dataclass
@@ -49,8 +51,10 @@ class Neighbours:
         self._transactions, self._agreement, self._condition = transactions, agreement, condition
         self._incarnation = store.meta("incarnation")
         self._trust_store, self._hear = trust_store, hear
+        self._roster, self._identity = roster, identity
         self.absent: set[str] = set()  # missed a deadline and not in step since: not waited for
         self.clogged: set[str] = set()  # have not acknowledged in time: not waited for either
+        self.greeted: set[str] = set()  # since this process has started
         self.done: set[str] = set()  # have finished and delivered everything
         self.senders = {
             peer: Sender(
@@ -63,6 +67,7 @@ class Neighbours:
                 incarnation=self._incarnation,
                 payload=store.payload,
                 vouchers=store.vouchers,
+                clocks=lambda peer: self.clocks(peer, 8),
                 compose=self.hello,
                 on_greeting=self.met,
                 metrics=metrics,
@@ -88,19 +93,56 @@ class Neighbours:
             acknowledged=link.sent - (1 if link.outbox else 0),
             received=link.received,
             round=self._transactions.accounts.round,
+            clocks=self.clocks(peer, CLOCKS),
             leaving=self._condition.leaving,
             finished=self._condition.finished(),
         )
+
+    def clocks(self, towards: str, most: int) -> list[Clock]:
+        """How far this peer, the one it talks to and some others have come."""
+        transactions = self._transactions
+        others = [peer for peer in transactions.accounts.links if peer != towards]
+        chosen = [towards, *random.sample(others, min(len(others), most - 2))]
+        known = [transactions.clock(peer) for peer in chosen]
+        mine = signing.clock(
+            self._identity.refresh(),
+            self._agreement.hash,
+            self._agreement.name,
+            self._incarnation,
+            transactions.accounts.pushes,
+        )
+        return [mine, *(clock for clock in known if clock is not None)]
+
+    def genuine(self, clock: Clock) -> bool:
+        return signing.clock_holds(self._roster.refresh(), self._agreement.hash, clock)
+
+    def _own_pushes(self, hello: Hello) -> int:
+        """What the neighbour has in this peer's own hand about this store."""
+        mine = (self._agreement.name, self._incarnation)
+        shown = [c for c in hello.clocks if (c.peer, c.store) == mine and self.genuine(c)]
+        return max((clock.pushes for clock in shown), default=0)
+
+    def quorum(self) -> int:
+        """How many more to ask before this peer may spend from a store that has spent before.
+
+        Half of those it deals with: each tells what it remembers and has heard of this peer.
+        """
+        if self._trust_store or not self._transactions.accounts.pushes:
+            return 0
+        staying = self.staying()
+        return max(0, (len(staying) + 1) // 2 - len(staying & self.greeted))
 
     async def met(self, hello: Hello) -> None:
         """A neighbour has spoken, as caller or as called."""
         if hello.sender not in self.senders:
             raise QuiverError(f"{hello.sender!r} was not in the roster when this peer started.")
         await self._transactions.meet(hello.sender, hello.incarnation)
-        link = self._transactions.accounts.link(hello.sender)
-        problem = older_than_remembered(self._agreement.name, link, hello)
+        accounts, shown = self._transactions.accounts, self._own_pushes(hello)
+        problem = older_than_remembered(self._agreement.name, shown, accounts, hello)
         if problem and not self._trust_store:
             raise RestoredBackup(problem)
+        self._transactions.witness(hello.clocks, self.genuine)
+        self.greeted.add(hello.sender)
         if hello.leaving:
             await self._transactions.part_from(hello.sender)
         (self.done.add if hello.finished else self.done.discard)(hello.sender)

@@ -257,7 +257,19 @@ class Node:
     # In sync mode a round waits for the shares its graph promises, or for a deadline; in async mode
     # it takes what has come.
 
+    async def _ask(self) -> None:
+        """Before it spends: does anybody remember a newer store of this peer's?"""
+        pause = 0.1
+        while (lacking := self.neighbours.quorum()) and not self.stopping:
+            self.state = "asking"
+            self.log("asking", lacking=lacking, remedy="start more peers, or use --trust-store")
+            await self.neighbours.tell(self.neighbours.staying() - self.neighbours.greeted)
+            await self.until(lambda: not self.neighbours.quorum(), pause)
+            pause = min(2 * pause, 30.0)
+
     async def _rounds(self) -> None:
+        if self.transactions.accounts.round < self.settings.rounds:
+            await self._ask()
         while self.transactions.accounts.round < self.settings.rounds:
             if self.stopping or self.condition.leaving:
                 return
@@ -412,6 +424,7 @@ class Node:
 
     async def _give_everything_away(self) -> None:
         """Tell everybody, then push everything out until nothing is left here or on its way."""
+        await self._ask()
         self.state = "leaving"
         if self.transactions.accounts.units:
             model = await self.off_loop(self.learner.model)

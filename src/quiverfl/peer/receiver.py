@@ -98,6 +98,8 @@ class Receiver:
             self._log("refused", sender=sender, seq=a.seq, reason=refusal.reason)
             await answer(refusal)
             return
+        roster, agreed = self._roster.refresh(), self._agreement.hash
+        self._transactions.witness(a.clocks, lambda c: signing.clock_holds(roster, agreed, c))
         transfer = _announced(a)
         verdict = self._judge(transfer)
         if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):

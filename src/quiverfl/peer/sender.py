@@ -34,6 +34,7 @@ from quiverfl.peer.wire import (
     SERVICE,
     VOUCHERS,
     Announcement,
+    Clock,
     Evidence,
     Greeting,
     Hello,
@@ -97,6 +98,7 @@ class Sender:
         incarnation: str,
         payload: Callable[[str], bytes],
         vouchers: Callable[[str, int, int], list[Transfer]],
+        clocks: Callable[[str], list[Clock]],
         compose: Callable[[str], Hello],
         on_greeting: Callable[[Hello], Awaitable[None]],
         metrics: PeerMetrics,
@@ -111,7 +113,7 @@ class Sender:
             roster,
         )
         self._identity, self._incarnation, self._payload = identity, incarnation, payload
-        self._vouchers = vouchers
+        self._vouchers, self._clocks = vouchers, clocks
         self._compose, self._on_greeting = compose, on_greeting
         self._metrics, self._log, self._trace = metrics, log, trace
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
@@ -254,6 +256,7 @@ class Sender:
             proof=signing.proof(
                 self._identity(), "share", transfer, self._agreement.hash, self._stores()
             ),
+            clocks=self._clocks(self.peer),
         )
         self._trace("before send")
         await call.write(self._metrics.sent(encode(announcement)))

@@ -19,6 +19,7 @@ from quiverfl.peer.audit import Genuine
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import PAST, Transfer
 from quiverfl.peer.roster import Roster
+from quiverfl.peer.wire import Clock
 
 SIGNER = {"share": "sender", "applied": "receiver", "refused": "receiver"}
 
@@ -82,6 +83,29 @@ def holds(
     except (InvalidSignature, ValueError, QuiverError):
         return False
     return True
+
+
+def clock(papers: Identity, agreement: str, peer: str, store: str, pushes: int) -> Clock:
+    """A peer's own word on how often its store has pushed."""
+    signature = papers.sign(_clock_text(agreement, peer, store, pushes))
+    return Clock(peer=peer, store=store, pushes=pushes, proof=f"{papers.point} {signature}")
+
+
+def clock_holds(roster: Roster, agreement: str, clock: Clock) -> bool:
+    point, signature = clock.proof.split(" ")
+    try:
+        fingerprint, key = _public_key(point)
+        if fingerprint not in roster.member(clock.peer).keys:
+            return False
+        text = _clock_text(agreement, clock.peer, clock.store, clock.pushes)
+        key.verify(bytes.fromhex(signature), text, ec.ECDSA(hashes.SHA256()))
+    except (InvalidSignature, ValueError, QuiverError):
+        return False
+    return True
+
+
+def _clock_text(agreement: str, peer: str, store: str, pushes: int) -> bytes:
+    return b"quiver clock\0" + json.dumps([agreement, peer, store, pushes]).encode()
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from quiverfl.peer.audit import Entry
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
 from quiverfl.peer.manifest import Leaves, Manifest, added, magnitude, scaled, total
 from quiverfl.peer.store import Memory, Store
+from quiverfl.peer.wire import Clock
 
 Result = TypeVar("Result")
 
@@ -41,11 +42,33 @@ class Transactions:
         self.memory: Memory = store.memory()
         self.commit_seconds = 0.0
         self._total = total(self.memory.message)
+        self._witnessed: dict[str, tuple[str, int, str]] = {}  # kept with the next commit
 
     @property
     def mass(self) -> float:
         """μ as the method sees it: exact, since units < 2^53."""
         return self.accounts.units / UNIT
+
+    def witness(self, clocks: Iterable[Clock], genuine: Callable[[Clock], bool]) -> None:
+        """Others have come so far, by their own signature; only news is looked at."""
+        for clock in clocks:
+            news = clock.pushes > self.known_pushes(clock.peer)
+            same_store = clock.store == self.accounts.link(clock.peer).incarnation
+            if news and same_store and genuine(clock):
+                self._witnessed[clock.peer] = (clock.store, clock.pushes, clock.proof)
+
+    def clock(self, peer: str) -> Clock | None:
+        """The latest this peer knows of another."""
+        link = self.accounts.link(peer)
+        known = (link.incarnation, link.pushes, link.clock)
+        store, pushes, proof = max(known, self._witnessed.get(peer, known), key=lambda k: k[1])
+        if not proof or store != link.incarnation:
+            return None
+        return Clock(peer=peer, store=store, pushes=pushes, proof=proof)
+
+    def known_pushes(self, peer: str) -> int:
+        clock = self.clock(peer)
+        return clock.pushes if clock else 0
 
     async def _alone(self, transaction: Callable[[], Result]) -> Result:
         """One at a time, off the event loop, and to its end even if the caller is cancelled."""
@@ -89,7 +112,8 @@ class Transactions:
                 for peer, count in units.items()
             }
             own = scaled(message, home, whole) if units else message
-            accounts = ledger.push(self.accounts, round, shares)
+            accounts = ledger.witness(self.accounts, self._witnessed)
+            accounts = ledger.push(accounts, round, shares)
             entry = self._entry(
                 "push",
                 accounts,
@@ -129,7 +153,8 @@ class Transactions:
             ]
             transfers = [transfer for transfer, _ in receipts]
             message = added(self.memory.message, payloads)
-            accounts = ledger.absorb(self.accounts, transfers, refunds)
+            accounts = ledger.witness(self.accounts, self._witnessed)
+            accounts = ledger.absorb(accounts, transfers, refunds)
             incoming = [(t.units, t.total) for t in (*transfers, *refunds)]
             entry = self._entry("absorb", accounts, message, incoming=incoming)
             accounts = ledger.finish_round(accounts) if finish else accounts

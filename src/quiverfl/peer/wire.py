@@ -51,6 +51,20 @@ class _Control(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class Clock(_Control):
+    """How often a peer has pushed, on which store, in its own hand."""
+
+    peer: Name
+    store: Token
+    pushes: Count
+    proof: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{66} [0-9a-f]{1,160}$")]
+
+
+CLOCKS = 24
+"""At most so many fit into a control message beside the rest."""
+Clocks = Annotated[list[Clock], Field(max_length=CLOCKS)]
+
+
 class Hello(_Control):
     """Who I am, what I believe we have agreed on, and what our link has carried so far."""
 
@@ -66,6 +80,7 @@ class Hello(_Control):
     acknowledged: Count  # of which you have taken so many
     received: Count  # seq of the last transfer I took from you
     round: Count  # the one I am in
+    clocks: Clocks = []  # what I have heard of others, and of you
     leaving: bool = False
     finished: bool = False
 
@@ -92,6 +107,7 @@ class Announcement(_Control):
     nbytes: Count
     digest: Hash
     proof: Proof = ""  # this share, signed by its sender
+    clocks: Clocks = []  # of its sender, and what it has heard of others
 
 
 class Voucher(_Control):
