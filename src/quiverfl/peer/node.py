@@ -98,6 +98,8 @@ class Node:
             log=self.log,
             trace=trace,
             hear=self.receiver.hear,
+            forget=self.receiver.forget,
+            fail=self._fail,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stopped = asyncio.Event()
@@ -126,12 +128,15 @@ class Node:
             task.add_done_callback(self._sender_ended)
         self.log("started", round=self.transactions.accounts.round, port=server.port)
         try:
+            await self.neighbours.sign_evictions()
             await self.neighbours.tell(set(self.neighbours.senders))
+            await self.neighbours.settled()
             await self._restore()
             await self._rounds()
             await self._end()
         finally:
             self.state = "stopping"
+            await self.neighbours.settled()
             await asyncio.gather(*(c.close() for c in self.neighbours.senders.values()))
             for task in tasks:
                 task.cancel()

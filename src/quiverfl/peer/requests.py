@@ -15,7 +15,7 @@ from quiverfl.peer.offering import Offering
 from quiverfl.peer.receiver import Receiver
 from quiverfl.peer.sender import RestoredBackup, signed_text
 from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import Greeting, Hello, Join, Order, Reply
+from quiverfl.peer.wire import Greeting, Hello, Join, NoticeList, Order, Reply
 
 
 class RequestHandler:
@@ -90,6 +90,9 @@ class RequestHandler:
     ) -> Awaitable[None]:
         return self._offering.serve(sender, join, self._identity.refresh(), send)
 
+    def notices(self) -> NoticeList:
+        return self._neighbours.notices.everything()
+
     async def obey(self, order: Order) -> dict[str, Any]:
         if order.action != "status":
             self._log("order", action=order.action, about=order.peer)
@@ -104,8 +107,5 @@ class RequestHandler:
     async def _evict(self, peer: str | None, ban: bool) -> dict[str, Any]:
         if peer is None or peer not in self._neighbours.senders:
             raise QuiverError(f"evict {peer!r}: name another member of the roster.")
-        lost = await self._transactions.evict(peer, ban)
-        self._receiver.forget(peer)
-        self._neighbours.senders[peer].refund = None
-        self._log.alarm("evicted", about=peer, written_off=lost / UNIT)
+        lost = await self._neighbours.evict(peer, ban)
         return {"evicted": peer, "written_off": lost / UNIT}

@@ -29,6 +29,7 @@ CREATE TABLE sent (sender TEXT, receiver TEXT, seq INTEGER, round INTEGER, units
   digest TEXT, total REAL, proof TEXT, status TEXT NOT NULL, PRIMARY KEY (receiver, seq));
 CREATE TABLE received (sender TEXT, receiver TEXT, seq INTEGER, round INTEGER, units INTEGER,
   digest TEXT, total REAL, proof TEXT, refusal TEXT NOT NULL, PRIMARY KEY (sender, seq));
+CREATE TABLE notices (body TEXT PRIMARY KEY);
 CREATE TABLE shown (sender TEXT PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE entries (number INTEGER PRIMARY KEY, kind TEXT, round INTEGER, units INTEGER,
   units_in INTEGER, units_out INTEGER, total REAL, total_in REAL, total_out REAL, trained REAL,
@@ -69,6 +70,10 @@ def sent(transfer: Transfer, status: str) -> Change:
 def received(transfer: Transfer, refusal: str) -> Change:
     statement = "INSERT INTO received VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
     return (statement, (*astuple(transfer), refusal))
+
+
+def notice(body: str) -> Change:
+    return ("INSERT OR IGNORE INTO notices VALUES (?)", (body,))
 
 
 def shown(sender: str, body: str) -> Change:

@@ -31,6 +31,7 @@ from quiverfl.peer.store import Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import (
     CHUNK,
+    NOTICES_LIMIT,
     SERVICE,
     VOUCHERS,
     Announcement,
@@ -38,6 +39,8 @@ from quiverfl.peer.wire import (
     Evidence,
     Greeting,
     Hello,
+    Notice,
+    NoticeList,
     Reply,
     Voucher,
     WireError,
@@ -101,6 +104,7 @@ class Sender:
         clocks: Callable[[str], list[Clock]],
         compose: Callable[[str], Hello],
         on_greeting: Callable[[Hello], Awaitable[None]],
+        on_refusal: Callable[[str], None],
         metrics: PeerMetrics,
         log: Log,
         trace: Trace,
@@ -114,7 +118,7 @@ class Sender:
         )
         self._identity, self._incarnation, self._payload = identity, incarnation, payload
         self._vouchers, self._clocks = vouchers, clocks
-        self._compose, self._on_greeting = compose, on_greeting
+        self._compose, self._on_greeting, self._on_refusal = compose, on_greeting, on_refusal
         self._metrics, self._log, self._trace = metrics, log, trace
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
         self._greeted = self._closed = False
@@ -199,8 +203,22 @@ class Sender:
         except asyncio.CancelledError:
             _pass_on_cancellation()
 
+    async def notices(self) -> list[Notice]:
+        """The evictions the neighbour knows of; none if it cannot be asked now."""
+        try:
+            call = self._connected().unary_unary(f"/{SERVICE}/Notices")
+            answer = await call(b"", timeout=self._limits.hello_seconds)
+            return decode(NoticeList, answer, NOTICES_LIMIT).notices
+        except (grpc.aio.AioRpcError, WireError, Unreachable):
+            return []
+        except asyncio.CancelledError:
+            with contextlib.suppress(Unreachable):
+                _pass_on_cancellation()
+            return []
+
     async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
         if greeting.hello is None:
+            self._on_refusal(self.peer)  # the reason may be news that this peer has missed
             raise Unreachable(f"{self.peer} refuses: {greeting.refusal}")
         pem = greeting.certificate.encode()
         try:

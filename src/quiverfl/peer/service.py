@@ -22,6 +22,7 @@ from quiverfl.peer.wire import (
     Greeting,
     Hello,
     Join,
+    NoticeList,
     Order,
     Reply,
     WireError,
@@ -53,6 +54,7 @@ class Handler(Protocol):
     def offer(
         self, sender: str, join: Join, send: Callable[[bytes], Awaitable[None]]
     ) -> Awaitable[None]: ...
+    def notices(self) -> NoticeList: ...
     async def obey(self, order: Order) -> dict[str, Any]: ...
 
 
@@ -70,6 +72,7 @@ class PeerService:
             "Hello": grpc.unary_unary_rpc_method_handler(self._hello),
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
+            "Notices": grpc.unary_unary_rpc_method_handler(self._notices),
             "Order": grpc.unary_unary_rpc_method_handler(self._order),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -123,6 +126,10 @@ class PeerService:
             self._metrics.refused("pull")
             self._log.alarm("model refused", caller=caller, reason=str(problem))
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(problem))
+
+    async def _notices(self, _frame: bytes, context: Context) -> bytes:
+        await self._caller(context)
+        return self._metrics.sent(encode(self._handler.notices()))
 
     async def _order(self, frame: bytes, context: Context) -> bytes:
         caller = await self._caller(context)

@@ -19,7 +19,7 @@ from quiverfl.peer.audit import Genuine
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import PAST, Transfer
 from quiverfl.peer.roster import Roster
-from quiverfl.peer.wire import Clock
+from quiverfl.peer.wire import Clock, Notice
 
 SIGNER = {"share": "sender", "applied": "receiver", "refused": "receiver"}
 
@@ -92,12 +92,17 @@ def clock(papers: Identity, agreement: str, peer: str, store: str, pushes: int) 
 
 
 def clock_holds(roster: Roster, agreement: str, clock: Clock) -> bool:
-    point, signature = clock.proof.split(" ")
+    text = _clock_text(agreement, clock.peer, clock.store, clock.pushes)
+    return _signed(roster, clock.peer, clock.proof, text)
+
+
+def _signed(roster: Roster, name: str, proof: str, text: bytes) -> bool:
+    """Whether "key signature" is by a key that the roster has of this member."""
     try:
+        point, signature = proof.split(" ")
         fingerprint, key = _public_key(point)
-        if fingerprint not in roster.member(clock.peer).keys:
+        if fingerprint not in roster.member(name).keys:
             return False
-        text = _clock_text(agreement, clock.peer, clock.store, clock.pushes)
         key.verify(bytes.fromhex(signature), text, ec.ECDSA(hashes.SHA256()))
     except (InvalidSignature, ValueError, QuiverError):
         return False
@@ -106,6 +111,22 @@ def clock_holds(roster: Roster, agreement: str, clock: Clock) -> bool:
 
 def _clock_text(agreement: str, peer: str, store: str, pushes: int) -> bytes:
     return b"quiver clock\0" + json.dumps([agreement, peer, store, pushes]).encode()
+
+
+def notice(papers: Identity, agreement: str, notice: Notice) -> Notice:
+    """The notice, signed."""
+    signature = papers.sign(_notice_text(agreement, notice))
+    return notice.model_copy(update={"proof": f"{papers.point} {signature}"})
+
+
+def notice_holds(roster: Roster, agreement: str, notice: Notice) -> bool:
+    text = _notice_text(agreement, notice)
+    return bool(notice.proof) and _signed(roster, notice.by, notice.proof, text)
+
+
+def _notice_text(agreement: str, notice: Notice) -> bytes:
+    fields = [agreement, notice.by, notice.about, notice.store, notice.ban]
+    return b"quiver eviction\0" + json.dumps(fields).encode()
 
 
 @lru_cache(maxsize=1024)

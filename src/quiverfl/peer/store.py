@@ -153,6 +153,9 @@ class Store:
     def shown(self) -> dict[str, str]:
         return {row[0]: row[1] for row in self._rows("SELECT sender, body FROM shown")}
 
+    def notices(self) -> list[str]:
+        return [row[0] for row in self._rows("SELECT body FROM notices ORDER BY rowid")]
+
     def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
         """Shares taken from others than `receiver`, in the order they came, after so many."""
         query = (
@@ -168,6 +171,9 @@ class Store:
     def note(self, key: str, value: str) -> None:
         """Remember one fact, durably."""
         self._commit("note", None, [("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))])
+
+    def note_notice(self, body: str) -> None:
+        self._commit("notice", None, [schema.notice(body)])
 
     def note_shown(self, sender: str, body: str) -> None:
         self._commit("shown", None, [schema.shown(sender, body)])

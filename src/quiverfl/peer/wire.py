@@ -24,6 +24,8 @@ CHUNK = 1 << 20
 CONTROL_LIMIT = 1 << 14
 """A control message is far smaller; a longer one is refused unread."""
 SERVICE = "quiver.Peer"
+NOTICES = 1024
+NOTICES_LIMIT = 1 << 19
 VOUCHERS = 24
 """At most so many fit into a control message."""
 
@@ -75,12 +77,14 @@ class Hello(_Control):
     sender: Name
     receiver: Name
     incarnation: Token
+    towards: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{16})?$")] = ""  # your store
     nonce: Hash
     sent: Count  # seq of my last transfer to you
     acknowledged: Count  # of which you have taken so many
     received: Count  # seq of the last transfer I took from you
     round: Count  # the one I am in
     clocks: Clocks = []  # what I have heard of others, and of you
+    notices: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""  # their hash
     leaving: bool = False
     finished: bool = False
 
@@ -169,6 +173,20 @@ class Model(_Control):
     signature: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,200}$")] = ""
 
 
+class Notice(_Control):
+    """A member deals no more with one store of another, in its own hand."""
+
+    by: Name
+    about: Name
+    store: Token
+    ban: bool = False
+    proof: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{66} [0-9a-f]{1,160})?$")] = ""
+
+
+class NoticeList(_Control):
+    notices: Annotated[list[Notice], Field(max_length=NOTICES)]
+
+
 class Order(_Control):
     """What the owner of a peer asks of it, over its own certificate."""
 
@@ -184,8 +202,8 @@ def encode(message: _Control) -> bytes:
     return message.model_dump_json().encode()
 
 
-def decode(kind: type[AnyControl], frame: bytes) -> AnyControl:
-    if len(frame) > CONTROL_LIMIT:
+def decode(kind: type[AnyControl], frame: bytes, limit: int = CONTROL_LIMIT) -> AnyControl:
+    if len(frame) > limit:
         raise WireError("oversize", f"a control message of {len(frame)} bytes is too long.")
     try:
         return kind.model_validate_json(frame)
