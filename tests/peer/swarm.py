@@ -119,7 +119,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     from quiverfl.peer.joining import create_store
     from quiverfl.peer.node import Node
     from quiverfl.peer.peer_settings import Settings
-    from quiverfl.peer.store import Store
+    from quiverfl.peer.store import NoStore, Store
     from quiverfl.topologies import random_push
 
     name = folder.name
@@ -127,9 +127,9 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     number = roster.number(name)
     learner = Quadratic(number, options.size, options.seconds, options.rate)
     agreement = Agreement(roster.run, name, "c" * 64, learner.manifest)
-    if Store.exists(folder / "store"):
+    try:
         store = Store.open(folder / "store", trace)
-    else:
+    except NoStore:
         store = create_store(folder / "store", learner, agreement, trace)
     settings = Settings(
         rounds=options.rounds,

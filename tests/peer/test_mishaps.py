@@ -19,7 +19,7 @@ from quiverfl.peer.ledger import UNIT, Transfer
 from quiverfl.peer.manifest import Manifest, total
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.setup import assemble
-from quiverfl.peer.store import Store
+from quiverfl.peer.store import NoStore, Store
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import Order
 
@@ -126,7 +126,8 @@ def test_a_peer_killed_while_its_store_is_made_starts_again(swarm: Swarm, point:
     swarm.processes["peer-0"].join(30)
     assert swarm.processes["peer-0"].exitcode == 137
     assert (swarm.folders["peer-0"] / "store").exists()
-    assert not Store.exists(swarm.folders["peer-0"] / "store")
+    with pytest.raises(NoStore, match="never finished"):
+        Store.open(swarm.folders["peer-0"] / "store")
     swarm.start_all()
     swarm.join_all(40)
     report = swarm.audit()

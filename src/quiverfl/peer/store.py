@@ -56,6 +56,10 @@ class Memory:
         return cls(parts["message"], parts["rest"])
 
 
+class NoStore(QuiverError):
+    """Nothing was made here to the end; half a store has promised nothing to anybody."""
+
+
 class Store:
     """One peer's folder. `Store.create` once, `Store.open` ever after."""
 
@@ -99,28 +103,15 @@ class Store:
         store._commit("start", accounts, changes, memory, entry=entry)
         return store
 
-    @staticmethod
-    def exists(folder: Path) -> bool:
-        """Whether a store was made here to the end; half a one has promised nothing to anybody."""
-        if not (folder / schema.FILE).exists():
-            return False
-        try:
-            database = sqlite3.connect(folder / schema.FILE, timeout=10)
-            try:
-                return schema.exists(database)
-            finally:
-                database.close()
-        except sqlite3.Error as problem:
-            raise cannot_write(folder, problem) from problem
-
     @classmethod
     def open(cls, folder: Path, trace: Trace = lambda point: None) -> Store:
         if not (folder / schema.FILE).exists():
-            raise QuiverError(f"{folder} holds no peer's store yet.")
+            raise NoStore(f"{folder} holds no peer's store yet.")
         try:
             store = cls(folder, trace)
             if not schema.exists(store._database):
-                raise QuiverError(f"{folder} was never finished: quiver peer run makes it again.")
+                store.close()
+                raise NoStore(f"{folder} was never finished: quiver peer run makes it again.")
             named = {name for name, _ in store._rows("SELECT name, digest FROM files")}
             remove_all_but(folder, named.__contains__)
         except (OSError, sqlite3.Error) as problem:
