@@ -21,10 +21,12 @@ LAYERS = [
     {"config", "run_lines"},
     {"run_folder"},
     {"experiment"},
+    {"distributed"},
     {"peer"},
     {"sweeps"},
     {"paper"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 BESIDE = {

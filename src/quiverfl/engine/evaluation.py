@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quiverfl.engine.context import Group
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program
 from quiverfl.engine.workers import stop_if_halted
@@ -26,17 +27,19 @@ def metrics_of(
     executor: Executor,
     examples: Examples,
     point: Point,
-    rows: Integers,
+    group: Group,
 ) -> Metrics:
     """Mean metric and loss over each client's own samples; NaN for a client without any."""
+    rows = group.rows
     sizes = examples.sizes[rows]
+    everyone = sizes if group.company is None else group.company.test
     functions = {**task.metrics, "loss": task.loss}
     sums = {name: torch.zeros(len(rows), dtype=torch.float64) for name in functions}
-    slab = min(SLAB, max(1, TOGETHER // max(1, len(rows))))
+    slab = min(SLAB, max(1, TOGETHER // max(1, len(everyone))))
     for begin in range(0, int(sizes.max(initial=0)), slab):
         stop_if_halted()
         here = np.flatnonzero(sizes > begin)
-        width = int(min(sizes[here].max() - begin, slab))
+        width = int(min(everyone.max() - begin, slab))
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
         x, y = examples.gather(rows[here], samples)

@@ -25,6 +25,9 @@ from quiverfl.methods.contract import Part
 from quiverfl.task import PerSample, Point, Seen, Task
 from quiverfl.trees import Layout
 
+CACHE_LINE = 64
+"""Bytes; new tensors begin at one."""
+
 Losses = Callable[[Seen, Tensor, int], Tensor]
 """(seen [k, n, …], targets [k, n, …], k) → one number per sample, [k, n]."""
 Gradient = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
@@ -199,7 +202,7 @@ class Sequential:
     image_format: torch.memory_format = torch.channels_last
 
     def see(self, program: Program, point: Point, x: Tensor, features: bool = False) -> Seen:
-        _bind(program, program.named(Point(*(part[0] for part in point))), ())
+        _bind(program, program.named(Point(*(aligned(part)[0] for part in point))), ())
         with torch.no_grad():
             return _one(program.call(None, self._laid_out(x[0]), features))
 
@@ -223,6 +226,15 @@ class Sequential:
 
     def _laid_out(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=self.image_format) if x.ndim == 4 else x
+
+
+def aligned(part: Tensor) -> Tensor:
+    """Rows that begin at a cache line; copied if they do not.
+
+    Products depend in their last bits on where a matrix lies: a client's must not depend on which
+    row of a shard it is.
+    """
+    return part if part.data_ptr() % CACHE_LINE == 0 else part.clone()
 
 
 def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
