@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from quiverfl.cli.progress import progress
 from quiverfl.config import Config, parse
@@ -66,30 +65,26 @@ def say_needs(settings: Config, ranks: int) -> None:
     """`--dry-run`: what the configuration would need, on so many ranks."""
     from quiverfl.distributed.needs import available_memory, needs_of
 
-    needs, placement = needs_of(settings, ranks)
-    console = Console(highlight=False)
-    console.print(
-        f"{placement.clients} clients, {size(needs.state)} of state each, "
-        f"{size(int(needs.examples.sum()))} of examples, {settings.run.rounds} rounds"
+    needs = needs_of(settings)
+    check_count(ranks, needs.clients)
+    where = f"each of {ranks} ranks" if ranks > 1 else "one process"
+    print(
+        f"{needs.clients} clients with {size(needs.state)} of state each, "
+        f"{size(needs.examples.sum())} of examples, {settings.run.rounds} rounds"
     )
-    words = f"{ranks} ranks of {min(placement.counts)} to {max(placement.counts)} clients"
-    console.print(
-        f"{words if ranks > 1 else 'one process'}: about {size(needs.memory(placement))} of "
-        f"memory{' each' if ranks > 1 else ''}, and what one training step keeps of its inputs"
+    print(
+        f"{where}: about {size(needs.memory(ranks))} of memory, and the activations of a training "
+        "step"
     )
     if ranks > 1:
-        console.print(
+        print(
             f"between ranks: each sends {size(needs.traffic(ranks))} in a round, and "
             f"{size(needs.measuring(ranks))} more in an evaluated one"
         )
     available = available_memory()
     if available is not None:
         fewest = needs.ranks_for(available)
-        fit = (
-            "not even a client a rank fits"
-            if fewest is None
-            else "one process fits"
-            if fewest == 1
-            else f"at least {fewest} ranks are needed, each on a machine like this one"
-        )
-        console.print(f"this machine has {size(available)} to give: {fit}")
+        fit = f"at least {fewest} ranks are needed, each on a machine like this one"
+        if fewest in (None, 1):
+            fit = "one process fits" if fewest else "even one client to a rank does not fit"
+        print(f"this machine has {size(available)} to give: {fit}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,9 @@ import numpy.typing as npt
 
 from quiverfl.config import Config
 from quiverfl.data.federated import federate
-from quiverfl.data.partition import Partition
 from quiverfl.distributed.columns import BLOCK_BYTES
 from quiverfl.distributed.placement import Placement
-from quiverfl.distributed.rank_simulation import federation_of
-from quiverfl.engine.settings import RunSettings
+from quiverfl.distributed.rank_simulation import work_of
 from quiverfl.engine.shard import Shard
 from quiverfl.experiment import (
     load_data,
@@ -32,16 +30,19 @@ Integers = npt.NDArray[np.int64]
 
 PROCESS = 350_000_000
 """Bytes that Python, torch and the rest of a process take before the first client."""
-TOGETHER = 6
+COPIES = 6
 """Copies of the parameters of the clients that are trained together: values, gradients, momentum
 and what the backward pass keeps, which depends on the model and is not counted."""
+BLOCKS = 6
+"""Blocks of columns that are on their way at a time: three, sent and received."""
 
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Bytes, of every client."""
+    """Bytes of one client, but for `examples`, which are each client's."""
 
-    federation: Placement
+    work: Integers
+    """Samples that each client visits in an epoch or more: what placement goes by."""
     state: int
     kept: int
     """Its model from before the last communication, where that is kept."""
@@ -53,85 +54,64 @@ class Needs:
     examples: Integers
     graph: Graph
 
-    def memory(self, placement: Placement) -> int:
-        """Of the rank that needs most."""
-        each = [self.examples[placement.on(r)].sum() for r in range(placement.ranks)]
-        several = 0 if placement.ranks == 1 else 6 * BLOCK_BYTES
-        return (
-            PROCESS
-            + several
-            + max(
-                int(examples)
-                + count * (self.state + self.kept)
-                + min(count, self.chunk) * self.work
-                for examples, count in zip(each, placement.counts, strict=True)
-            )
-        )
-
     @property
-    def work(self) -> int:
-        return TOGETHER * self.model
+    def clients(self) -> int:
+        return len(self.examples)
+
+    def memory(self, ranks: int) -> int:
+        """Of the rank that needs most."""
+        placement = Placement.balanced(self.work, ranks)
+        blocks = 0 if ranks == 1 else BLOCKS * BLOCK_BYTES
+
+        def of(rank: int) -> int:
+            count = placement.counts[rank]
+            states = count * (self.state + self.kept)
+            training = min(count, self.chunk) * COPIES * self.model
+            return int(self.examples[placement.on(rank)].sum()) + states + training
+
+        return PROCESS + blocks + max(of(rank) for rank in range(ranks))
 
     def traffic(self, ranks: int) -> int:
-        """Bytes that a rank sends in a round: messages there and back, once more for consensus."""
-        clients, apart = self.federation.clients, (ranks - 1) / ranks**2
+        """Bytes that a rank sends in a round so that messages are mixed."""
+        apart = (ranks - 1) / ranks**2
         if self.graph.one_row:
-            sent = len(self.graph.senders) * self.message * apart
-            back = self.message * (ranks - 1) / ranks
-            return int(sent + back)
-        return int(2 * clients * self.message * apart)
+            there = len(self.graph.senders) * self.message * apart
+            return int(there + self.message * (ranks - 1) / ranks)
+        return int(2 * self.clients * self.message * apart)
 
     def measuring(self, ranks: int) -> int:
         """Bytes that a rank sends in an evaluated round so that consensus can be measured."""
-        return int(self.federation.clients * self.shared * (ranks - 1) / ranks**2)
+        return int(self.clients * self.shared * (ranks - 1) / ranks**2)
 
     def ranks_for(self, available: int) -> int | None:
         """The fewest ranks that fit, each on a machine with so much memory; None: none do."""
-        for ranks in range(1, self.federation.clients + 1):
-            if self.memory(self._placed(ranks)) <= available:
-                return ranks
-        return None
-
-    def _placed(self, ranks: int) -> Placement:
-        return Placement.balanced(self.examples, ranks)
+        fit = (n for n in range(1, self.clients + 1) if self.memory(n) <= available)
+        return next(fit, None)
 
 
-def needs_of(config: Config, ranks: int) -> tuple[Needs, Placement]:
+def needs_of(config: Config) -> Needs:
     """From the data, and from the state and message of one client."""
     dataset, method = load_data(config), make_method(config)
-    shares = share_out(config, dataset)
+    shares, task = share_out(config, dataset), make_task(config, dataset)
     settings = settings_of(config, shares.clients)
-    task = make_task(config, dataset)
-    train, test = (np.array([len(s) for s in part]) for part in (shares.train, shares.test))
-    placement = federation_of(train, test, settings, ranks).placement
-    shard = _one(config, shares, settings)
-    model = (task.shared_layout.size + task.personal_layout.size) * settings.dtype.itemsize
-    outbox = shard.outbox()
-    sample = dataset.train_x[:1]
+    first = replace(shares, train=shares.train[:1], test=shares.test[:1], names=shares.names[:1])
+    epochs = settings.epochs_per_client
+    alone = replace(settings, epochs_per_client=epochs and epochs[:1])
+    shard = Shard(task, federate(dataset, first), method, config.training.training(), alone)
     shared = next(iter(fields_of(shard.state, "shared").values()), None)
-    needs = Needs(
-        placement,
+    model = (task.shared_layout.size + task.personal_layout.size) * settings.dtype.itemsize
+    train, test = (np.array([len(s) for s in part]) for part in (shares.train, shares.test))
+    return Needs(
+        work=work_of(train, settings),
         state=sum(leaf.nbytes for leaf in shard.state),
         kept=model if settings.keep_local else 0,
-        message=sum(leaf.nbytes for leaf in outbox.values()),
+        message=sum(leaf.nbytes for leaf in shard.outbox().values()),
         shared=0 if shared is None else shared.nbytes,
         model=model,
         chunk=shard.together,
-        examples=(train + test) * (sample.nbytes + 8),
+        examples=(train + test) * (dataset.train_x[:1].nbytes + dataset.train_y[:1].nbytes),
         graph=topology_for(config, method, shares.clients)(0),
     )
-    return needs, placement
-
-
-def _one(config: Config, shares: Partition, settings: RunSettings) -> Shard:
-    from dataclasses import replace
-
-    dataset, method = load_data(config), make_method(config)
-    first = replace(shares, train=shares.train[:1], test=shares.test[:1], names=shares.names[:1])
-    epochs = settings.epochs_per_client
-    own = replace(settings, epochs_per_client=epochs and epochs[:1])
-    task, data = make_task(config, dataset), federate(dataset, first)
-    return Shard(task, data, method, config.training.training(), own)
 
 
 def available_memory() -> int | None:

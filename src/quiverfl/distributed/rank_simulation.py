@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.distributed.columns import Columns
@@ -28,6 +29,7 @@ from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
 
+Integers = npt.NDArray[np.int64]
 Kept = Callable[[Callable[[Path], Path]], None]
 """Has a checkpoint written into a folder, and what it replaces removed."""
 
@@ -122,11 +124,14 @@ class RankSimulation:
         )
 
 
-def federation_of(
-    train: np.ndarray, test: np.ndarray, settings: RunSettings, ranks: int
-) -> Federation:
+def federation_of(train: Integers, test: Integers, settings: RunSettings, ranks: int) -> Federation:
     """Clients placed so that every rank has about as many samples to visit."""
     epochs = settings.epochs_per_client
     own = None if epochs is None else np.asarray(epochs, dtype=np.int64)
-    work = train if own is None else train * np.maximum(own, 1)
-    return Federation(Placement.balanced(work, ranks), train, test, own)
+    return Federation(Placement.balanced(work_of(train, settings), ranks), train, test, own)
+
+
+def work_of(train: Integers, settings: RunSettings) -> Integers:
+    """Samples that each client visits, up to a factor that all have in common."""
+    epochs = settings.epochs_per_client
+    return train if epochs is None else train * np.maximum(np.asarray(epochs, np.int64), 1)
