@@ -89,23 +89,20 @@ def main() -> None:
         with Ranks.joined() as ranks:
             _follow(ranks, _shared(ranks, wanted.work, wanted.size), wanted.kind)
         for process in others:
-            process.communicate()
+            process.wait()
 
 
 def _others(count: int, place: Path) -> list[subprocess.Popen[bytes]]:
     common = {"WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo", STORE: str(place / "store")}
-    os.environ.update(common)
-    processes = [
+    os.environ.update({**common, "RANK": "0"})
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.ranks", *sys.argv[1:]],
             env={**environment(torch.get_num_threads()), "RANK": str(rank)},
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
         )
         for rank in range(1, count)
     ]
-    del os.environ[STORE]  # this process's standard input is not a parent's to end it
-    os.environ.update({"RANK": "0", "QUIVER_RANK_MEET": str(place / "store")})
-    return processes
 
 
 def _follow(ranks: Ranks, work: Callable[[], object], kind: Kind) -> None:

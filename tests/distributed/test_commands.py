@@ -185,7 +185,6 @@ def test_a_rank_that_never_comes_is_not_waited_for_in_vain(here: Path) -> None:
         [*QUIVER, "run", "short.toml", "--out", "run"],
         cwd=here,
         env={**os.environ, **alone},
-        stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -240,6 +239,7 @@ def test_a_dry_run_says_what_a_rank_needs(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in ("7 clients", "each of 3 ranks: about", "between ranks: each sends"):
         assert words in done.stdout
-    assert list(here.iterdir()) == [here / "short.toml", here / "long.toml"] or not (
-        here / "runs"
-    ).exists()
+    assert (
+        list(here.iterdir()) == [here / "short.toml", here / "long.toml"]
+        or not (here / "runs").exists()
+    )

@@ -139,7 +139,6 @@ def on_ranks(count: int, works: list[str], folder: Path) -> dict[str, list[Any]]
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
             },
-            stdin=subprocess.PIPE,
         )
         for rank in range(count)
     ]

@@ -20,7 +20,7 @@ from quiverfl.distributed.ranks import Dealing, Ranks
 from quiverfl.engine.mixing import NARROWEST, chunk_width, mix
 from quiverfl.topologies.graph import Graph
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 16 << 20
 """Of one rank's columns of all clients: three blocks are in memory at a time, sent and received."""
 
 
@@ -105,10 +105,12 @@ class Columns:
     def _send(self, flat: Tensor, counts: Sequence[int], block: Block) -> tuple[Dealing, Tensor]:
         widths = block.widths
         mine = widths[self.ranks.rank]
-        own = torch.cat([part.reshape(-1) for part in self._parts(flat, block)])
+        sent = [len(flat) * width for width in widths]
+        own = flat.new_empty(sum(sent))
+        for part, into in zip(self._parts(flat, block), torch.split(own, sent), strict=True):
+            into.view(part.shape).copy_(part)
         whole = flat.new_empty(sum(counts), mine)
         received = [count * mine for count in counts]
-        sent = [len(flat) * width for width in widths]
         return self.ranks.deal(whole.view(-1), own, received, sent), whole
 
     def _return(self, block: Block, mixed: Tensor, into: Tensor, rows: int) -> Dealing:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from quiverfl.distributed.rank_environment import STORE
+from quiverfl.distributed.rank_environment import STORE, TIED
 from quiverfl.errors import QuiverError
 
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -68,6 +68,7 @@ def _start(
         "LOCAL_WORLD_SIZE": ranks,
         "TORCHELASTIC_RESTART_COUNT": attempt,
         STORE: store,
+        TIED: 1,
     }
     environment = {**defaults, **os.environ, **{name: str(value) for name, value in told.items()}}
     # Its standard input ends when this process does, however: no rank is left behind.

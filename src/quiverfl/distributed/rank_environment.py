@@ -11,6 +11,8 @@ from quiverfl.errors import QuiverError
 
 STORE = "QUIVER_RANK_STORE"
 """A file where the processes of `quiver run --ranks` meet; torchrun has a way of its own."""
+TIED = "QUIVER_RANK_TIED"
+"""Set where a rank's standard input is held by whoever started it: it ends with that process."""
 TIMEOUT = "QUIVER_RANK_TIMEOUT"
 PATIENCE = 1800.0
 """Seconds that a rank waits for another one, unless $QUIVER_RANK_TIMEOUT says otherwise."""

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from quiverfl.distributed.rank_environment import (
     STORE,
+    TIED,
     TIMEOUT,
     attempt,
     own_rank,
@@ -170,7 +171,7 @@ def _join(device: torch.device) -> None:
     limit = timedelta(seconds=patience())
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     place = os.environ.get(STORE)
-    if place is not None:
+    if TIED in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     where = place or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
