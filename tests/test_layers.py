@@ -24,10 +24,12 @@ LAYERS = [
     {"run_folder"},
     {"experiment"},
     {"export"},
+    {"distributed"},
     {"peer"},
     {"sweeps"},
     {"paper"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 BESIDE = {

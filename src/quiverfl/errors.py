@@ -48,6 +48,7 @@ class Diverged(QuiverError):
         )
         self.round = round
         self.client = client
+        self.where = where
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -88,11 +88,11 @@ def run_in_folder(
     `Stopped` after the round it is in, and a checkpoint of it.
     """
     folder = RunFolder(path)
-    summary = _finished(config, folder, dataset)
+    summary = finished_summary(config, folder, dataset)
     if summary is not None:
         return summary
     with folder.alone(wait):
-        summary = _finished(config, folder, dataset)  # by whoever was waited for
+        summary = finished_summary(config, folder, dataset)  # by whoever was waited for
         if summary is not None:
             return summary
         folder.clear_unstarted()
@@ -110,7 +110,9 @@ def run_in_folder(
         return folder.close(run.summary, adaptation(experiment.method, experiment.task))
 
 
-def _finished(config: Config, folder: RunFolder, dataset: Dataset | None) -> dict[str, Any] | None:
+def finished_summary(
+    config: Config, folder: RunFolder, dataset: Dataset | None
+) -> dict[str, Any] | None:
     """The summary of a run that is over, if it is the one that is asked for."""
     if not folder.started():
         return None

@@ -15,7 +15,7 @@ import platform
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,14 @@ class RunFolder:
 
     def finished(self) -> bool:
         return bool(self.summary().get("finished"))
+
+    def refuse_unfinished(self) -> None:
+        """An interrupted run is continued by its own command, not by starting one over it."""
+        if self.holds_run() and not self.finished():
+            raise QuiverError(
+                f"{self.path} holds an interrupted run: `quiver resume {self.path}` continues it; "
+                "to start again choose another --out or delete the folder."
+            )
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
@@ -211,9 +219,12 @@ class RunFolder:
             )
 
     def save(self, checkpoint: Checkpoint) -> None:
+        self.keep(checkpoint.save)
+
+    def keep(self, write: Callable[[Path], Path]) -> None:
+        """Have a checkpoint written into the folder for them, and older ones removed."""
         with self.writing():
-            written = checkpoint.save(self._checkpoints)
-            prune(self._checkpoints, written)
+            prune(self._checkpoints, write(self._checkpoints))
 
     def resume(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, with the history up to it; later lines are cut off.

@@ -21,6 +21,7 @@ try:
 
     import quiverfl
     from quiverfl.cli.plain_text import allow_any_encoding
+    from quiverfl.distributed.rank_environment import speaks
     from quiverfl.errors import Diverged, QuiverError, QuiverWarning
     from quiverfl.memory import keep_freed_memory
 except KeyboardInterrupt:  # in the first moments, before there is a `main` to catch it
@@ -164,6 +165,8 @@ def main() -> None:
 
 
 def _say(what: str, error: object) -> None:
+    if not speaks():  # every rank of a machine would say the same
+        return
     console = Console(stderr=True, highlight=False)
     console.print(f"[red]{what}:[/red] {escape(str(error))}", soft_wrap=True)
 
@@ -180,6 +183,8 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Ours in one line, without the place in our source."""
+    if issubclass(category, QuiverWarning) and not speaks():
+        return
     if issubclass(category, QuiverWarning):
         if str(message) in _said:
             return  # the same run is checked before it is started

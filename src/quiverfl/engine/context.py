@@ -20,11 +20,28 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Company:
+    """All clients that one process would compute together, wherever they are, in their order.
+
+    How many examples they have decides how far batches are padded, and so the last bits of sums.
+    """
+
+    train: Integers
+    test: Integers
+    epochs: Integers | None
+    """Each client's own, where they are not the phase's."""
+
+
+@dataclass(frozen=True)
 class Group:
-    """Clients computed together: their rows in the shard and their numbers in the federation."""
+    """Clients computed together: their rows in the shard and their numbers in the federation.
+
+    `company` is given where some of those who belong to the group are on other ranks.
+    """
 
     rows: Integers
     ids: Integers
+    company: Company | None = None
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,16 @@ class HeadFeatures:
 
     @classmethod
     def of(
-        cls, executor: Executor, program: Program, examples: Examples, point: Point, rows: Integers
+        cls,
+        executor: Executor,
+        program: Program,
+        examples: Examples,
+        point: Point,
+        rows: Integers,
+        most: int | None = None,
     ) -> HeadFeatures:
-        width = int(examples.sizes[rows].max())
+        """`most` is the size of the largest client of the company, unless it is one of these."""
+        width = int(examples.sizes[rows].max()) if most is None else most
         samples = np.minimum(np.arange(width), examples.sizes[rows][:, None] - 1)
         parts, targets = [], []
         for begin in range(0, width, BATCH):

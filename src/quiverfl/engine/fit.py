@@ -38,19 +38,24 @@ def check_fit(
     topology: Topology,
     training: Training,
     settings: RunSettings,
+    clients: int | None = None,
 ) -> None:
-    """Everything that can be known before the first round."""
+    """Everything that can be known before the first round.
+
+    `clients` is how many there are, where `data` is that of some of them.
+    """
     _check_kinds(task, data, method, topology, training)
     declared(method)
-    if topology.clients != data.clients:
+    clients = data.clients if clients is None else clients
+    if topology.clients != clients:
         raise QuiverError(
-            f"the topology has {topology.clients} clients and the data {data.clients}: "
+            f"the topology has {topology.clients} clients and the data {clients}: "
             "they must be the same."
         )
     epochs = settings.epochs_per_client
-    if epochs is not None and len(epochs) != data.clients:
+    if epochs is not None and len(epochs) != clients:
         raise QuiverError(
-            f"epochs_per_client has {len(epochs)} entries for {data.clients} clients: one each."
+            f"epochs_per_client has {len(epochs)} entries for {clients} clients: one each."
         )
     check_phases(method, method.phases(task), epochs is not None)
     for phase in method.phases(task):

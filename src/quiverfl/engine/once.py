@@ -74,8 +74,9 @@ class OnceSteps:
         """Of the plain loss on the first batch of this phase."""
         context = self.context
         sizes, batch = context.examples.sizes[group.rows], context.training.batch_size
-        counts = sizes if batch is None else np.minimum(batch, sizes)
-        samples = np.zeros((len(sizes), int(counts.max())), dtype=np.int64)
+        everyone = sizes if group.company is None else group.company.train
+        counts, among = (s if batch is None else np.minimum(batch, s) for s in (sizes, everyone))
+        samples = np.zeros((len(sizes), int(among.max())), dtype=np.int64)
         for row, (client, size) in enumerate(zip(group.ids, sizes, strict=True)):
             order = np.arange(size)
             if batch is not None:
@@ -83,7 +84,7 @@ class OnceSteps:
                 order = batch_order(*key, epoch=0, size=int(size))
             samples[row, : counts[row]] = order[: counts[row]]
         x, y = context.examples.gather(group.rows, samples)
-        weights = weights_of(counts, samples.shape[1], point.shared)
+        weights = weights_of(counts, among, point.shared)
         gradient = context.executor.bind(context.program(), point, "whole")
         keys = context.draw_keys(group.ids, place, 0)
         slope = gradient(len(sizes), x, y, weights, keys)
@@ -96,9 +97,10 @@ class OnceSteps:
         context = self.context
         program, features = context.program(), context.task.head is not None
         sizes = context.examples.sizes[group.rows]
+        most = int((sizes if group.company is None else group.company.train).max())
         total: Message = {}
-        for begin in range(0, int(sizes.max()), SLAB):
-            places = np.arange(begin, min(begin + SLAB, int(sizes.max())))
+        for begin in range(0, most, SLAB):
+            places = np.arange(begin, min(begin + SLAB, most))
             inside = torch.from_numpy(places < sizes[:, None]).to(point.shared)
             x, y = context.examples.gather(group.rows, np.minimum(places, sizes[:, None] - 1))
             seen = context.executor.see(program, point, x, features)

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.accounting import state_record
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.fit import check_phases, gradients_without_rate
+from quiverfl.engine.history import Record
 from quiverfl.engine.lifting import lift, lift_point, same_kind
 from quiverfl.engine.local_models import LocalModels
 from quiverfl.engine.once import OnceSteps
@@ -85,6 +87,11 @@ class Shard:
         """Local steps of the last round."""
         self._merged = False
 
+    @property
+    def together(self) -> int:
+        """Rows that are trained at once, at most."""
+        return self._executor.chunk
+
     def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
         """Rows in chunks; clients of like size together, so that none waits for another."""
         order = rows[np.argsort(-self.context.examples.sizes[rows], kind="stable")]
@@ -122,7 +129,7 @@ class Shard:
             self.write(group.rows, state)
             self.local.forget(group.rows)
             if keep is not None:
-                self.remember(group.rows[keep[group.rows]])
+                self._remember(group.rows[keep[group.rows]])
 
         self._side_by_side(work, self.groups(np.flatnonzero(active)))
         if active.any():
@@ -162,8 +169,13 @@ class Shard:
 
     def remember(self, rows: Integers) -> None:
         """Keep what these rows would use now as their last locally trained model."""
-        for group in self.groups(rows):
-            self.local.remember(group.rows, self._personal(group.rows))
+        self._remember(rows)
+
+    def _remember(self, rows: Integers) -> None:
+        width = self._executor.chunk
+        for begin in range(0, len(rows), width):
+            some = rows[begin : begin + width]
+            self.local.remember(some, self._personal(some))
 
     def _personal(self, rows: Integers) -> Point:
         return lift_point(self.method.personal)(self.rows(rows))
@@ -199,7 +211,7 @@ class Shard:
         def work(group: Group) -> None:
             point = self._adapted(self._at_stage(group.rows, stage), group)
             program = self.context.program()
-            metrics = metrics_of(self._task, program, self._executor, self._test, point, group.rows)
+            metrics = metrics_of(self._task, program, self._executor, self._test, point, group)
             self._check_loss(metrics["loss"], group, round)
             join(found, metrics, group.rows, len(everyone))
 
@@ -209,6 +221,10 @@ class Shard:
         if stage == "local":
             self.local.evaluated(found)
         return found
+
+    def record(self, round: int) -> Record:
+        """Steps, the range of μ and, in evaluated rounds, how far the clients are apart."""
+        return state_record(self, self._settings, round)
 
     def outbox(self, rows: Integers | None = None) -> Message:
         """A message per row, or per given row. A leaf sent as it stands is the state's own."""

@@ -54,7 +54,8 @@ class Simulation:
         """As `simulate` says, but unchecked, and a checkpoint is the run's own memory: `checkpoint`
         must write it, or copy it, before it returns."""
         settings = self.settings
-        with _threads(settings.threads or _useful_threads(self.task, self.data, self.training)):
+        data = self.data
+        with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
             shard = Shard(self.task, self.data, self.method, self.training, settings)
             exchange, history, start = MatrixExchange(self.method.delay), History(), 0
             if resume is not None:
@@ -69,9 +70,9 @@ class Simulation:
                     raise Stopped(round + 1)
 
             run = Run(self.task, self.data, shard, history)
-            both = _Both(history, recorder)
+            told = both(history, recorder)
             try:
-                play(shard, exchange, self.topology, both, settings, start, after_round)
+                play(shard, exchange, self.topology, told, settings, start, after_round)
             except Diverged as error:
                 error.run = run
                 raise
@@ -114,6 +115,11 @@ def simulate(
     return simulation.run(recorder, resume, keep, stop)
 
 
+def both(history: History, other: Recorder | None) -> Recorder:
+    """A recorder that tells two, or the one there is."""
+    return _Both(history, other)
+
+
 class _Both:
     def __init__(self, history: History, other: Recorder | None) -> None:
         self._recorders = [history] if other is None else [history, other]
@@ -127,23 +133,26 @@ class _Both:
             recorder.finished(record)
 
 
-def _useful_threads(task: Task, data: FederatedData, training: Training) -> int:
+def _useful_threads(task: Task, clients: int, longest: int, training: Training) -> int:
     """As many as torch has, unless the work is so small that they would wait for each other.
 
     Threads that wait do so busily, which beside other processes costs ten times what they gain.
     """
-    samples = min(training.batch_size or data.train.longest, data.train.longest)
-    together = min(data.clients, 25)
+    samples = min(training.batch_size or longest, longest)
+    together = min(clients, 25)
     weights = task.shared_layout.size + task.personal_layout.size
     small = weights * samples * together < SMALL_WORK and not is_convolutional(task)
     return 1 if small else torch.get_num_threads()
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_for(
+    task: Task, clients: int, longest: int, training: Training, settings: RunSettings
+) -> Iterator[None]:
+    """As many as the settings say, or as are of use; `longest` is the largest client's size."""
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(count)
+        torch.set_num_threads(settings.threads or _useful_threads(task, clients, longest, training))
         yield
     finally:
         torch.set_num_threads(before)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quiverfl.engine.lifting import lift, lift_point
 from quiverfl.engine.optimizer import Buffers, Descent, Rates
-from quiverfl.engine.programs import Executor, Losses, Program
+from quiverfl.engine.programs import Executor, Losses, Program, aligned
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State
 from quiverfl.seeds import Hashes
@@ -34,26 +34,38 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step's samples [k, width] of the first k clients, so many of which count."""
+    """One step's samples [k, width] of the first k clients, so many of which count.
+
+    `among` are the counts of everybody in the company who takes this step: the width is the
+    largest of them.
+    """
 
     samples: Integers
     counts: Integers
     keys: Hashes | None
     """Of every sample, for augmentation."""
+    among: Integers
     draws: Tensor | None = None
     """Of every client, for what its model draws."""
 
     def halves(self) -> tuple[Batch, Batch]:
         """The first half of every client's samples, and the rest; a single sample is both."""
-        first = -(-self.counts // 2)
-        begin = np.where(self.counts > 1, first, 0)
-        return self._cut(np.zeros_like(first), first), self._cut(begin, self.counts - begin)
+        (begin, first), (_, among) = _halved(self.counts), _halved(self.among)
+        rest, others = self.counts - begin, self.among - _halved(self.among)[0]
+        return self._cut(np.zeros_like(first), first, among), self._cut(begin, rest, others)
 
-    def _cut(self, begin: Integers, counts: Integers) -> Batch:
-        width = int(counts.max())
+    def _cut(self, begin: Integers, counts: Integers, among: Integers) -> Batch:
+        width = int(among.max())
         places = np.minimum(begin[:, None] + np.arange(width), self.samples.shape[1] - 1)
         keys = None if self.keys is None else np.take_along_axis(self.keys, places, axis=1)
-        return Batch(np.take_along_axis(self.samples, places, axis=1), counts, keys, self.draws)
+        samples = np.take_along_axis(self.samples, places, axis=1)
+        return Batch(samples, counts, keys, among, self.draws)
+
+
+def _halved(counts: Integers) -> tuple[Integers, Integers]:
+    """Where the second half begins, and how many samples the first has."""
+    first = -(-counts // 2)
+    return np.where(counts > 1, first, 0), first
 
 
 class Stepper:
@@ -111,7 +123,7 @@ class Stepper:
 
     def _gathered(self, rows: Integers, batch: Batch) -> tuple[Tree, Tree, Tensor | None]:
         x, y = self._source.gather(rows, batch.samples, batch.keys)
-        return x, y, weights_of(batch.counts, batch.samples.shape[1], self._values)
+        return x, y, weights_of(batch.counts, batch.among, self._values)
 
     def _slope(self, k: int, first: Any, second: Any) -> Tensor:
         """The gradient that is stepped along, taken where the phase says."""
@@ -196,9 +208,9 @@ def workspace(start: Point, part: str, both: bool) -> tuple[Tensor, Point]:
         return values, Point(values[:, :cut], values[:, cut:])
     if part == "shared":
         values = start.shared.clone()
-        return values, Point(values, start.personal)
+        return values, Point(values, aligned(start.personal))
     values = start.personal.clone()
-    return values, Point(start.shared, values)
+    return values, Point(aligned(start.shared), values)
 
 
 def first_rows(state: State, k: int) -> Any:
@@ -206,9 +218,10 @@ def first_rows(state: State, k: int) -> Any:
     return kind(*(leaf[:k] for leaf in state))
 
 
-def weights_of(counts: Integers, width: int, like: Tensor) -> Tensor | None:
-    """1 for samples, 0 for padding; None where nothing is padded."""
-    if (counts == width).all():
+def weights_of(counts: Integers, among: Integers, like: Tensor) -> Tensor | None:
+    """1 for samples, 0 for padding up to the largest `among` them; None where nobody is padded."""
+    width = int(among.max())
+    if (among == width).all():
         return None
     inside = torch.from_numpy(np.arange(width) < counts[:, None])
     return inside.to(dtype=like.dtype, device=like.device)

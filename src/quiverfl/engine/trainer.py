@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.data.batches import Plan, plan, sample_keys
+from quiverfl.data.batches import Plan, batch_counts, plan, sample_keys
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.features import HeadFeatures, head_is_last
 from quiverfl.engine.fit import phase_settings
@@ -60,7 +60,7 @@ class Trainer:
 
         `epochs` are each client's own, where they are not the phase's.
         """
-        training = self.settings(phase)
+        training, own = self.settings(phase), epochs is not None
         sizes = self.context.examples.sizes[group.rows]
         if epochs is None and phase.epochs is not None:
             epochs = np.full(len(sizes), phase.epochs)
@@ -80,7 +80,8 @@ class Trainer:
         # The busiest clients first: those still training are then always the first k.
         order = np.argsort(-batches.steps, kind="stable")
         back = np.argsort(order, kind="stable")
-        way = _Way(self, group.rows[order], group.ids[order], order, batches, place)
+        among = self._among(phase, group, batches, own)
+        way = _Way(self, group, order, batches, among, place)
         ordered = _in_order(state, order)
         if isinstance(phase, Interleaved):
             return _in_order(way.interleaved(phase, ordered), back), steps, {}
@@ -88,6 +89,23 @@ class Trainer:
         trained = _reached(_in_order(point, back), batches.steps * phase.repeats, training, place)
         after = same_kind(phase.absorb, lift(phase.absorb)(state, trained), state)
         return after, steps, _buffers_in_order(buffers, back) or {}
+
+    def _among(
+        self, phase: Train | Interleaved, group: Group, batches: Plan, own: bool
+    ) -> Integers:
+        """How many samples each step has of everybody in the group's company.
+
+        `own`: each client has its own number of epochs.
+        """
+        company, epochs = group.company, None
+        if company is None:
+            return batches.counts
+        if own:
+            epochs = company.epochs
+        elif phase.epochs is not None:
+            epochs = np.full(len(company.train), phase.epochs)
+        batch_size = self.settings(phase).batch_size
+        return batch_counts(epochs, company.train, batch_size, phase.steps)
 
     def settings(self, phase: Train | Interleaved) -> Training:
         return phase_settings(phase, self.context.training)
@@ -112,21 +130,27 @@ class _Way:
     """Clients on their way through the batches of a phase, the busiest first."""
 
     trainer: Trainer
-    rows: Integers
-    ids: Integers
+    group: Group
     order: Integers
     batches: Plan
+    among: Integers
     place: Place
+
+    @property
+    def rows(self) -> Integers:
+        return self.group.rows[self.order]
 
     def batch(self, step: int) -> Batch:
         """The samples of those who still have batches: the first k."""
         k = int(np.count_nonzero(self.batches.steps > step))
         some = self.order[:k]
         counts = self.batches.counts[some, step]
-        samples = self.batches.samples[some, step, : int(counts.max())]
-        keys = None if self._keys is None else self._keys[:k, step, : samples.shape[1]]
-        draws = self.trainer.context.draw_keys(self.ids[:k], self.place, step)
-        return Batch(samples, counts, keys, draws)
+        among = self.among[self.among[:, step] > 0, step]
+        width = int(among.max())
+        samples = _wide(self.batches.samples[some, step], width)
+        keys = None if self._keys is None else _wide(self._keys[:k, step], width)
+        draws = self.trainer.context.draw_keys(self.group.ids[some], self.place, step)
+        return Batch(samples, counts, keys, among, draws)
 
     @cached_property
     def _keys(self) -> Hashes | None:
@@ -136,7 +160,7 @@ class _Way:
             return None
         epochs = self.batches.epochs[self.order][:, :, None]
         samples = self.batches.samples[self.order]
-        ids = self.ids[:, None, None]
+        ids = self.group.ids[self.order][:, None, None]
         return sample_keys(context.seed, ids, place.round, place.number, epochs, samples)
 
     def descend(
@@ -149,7 +173,10 @@ class _Way:
         programs: Callable[[int], Program] = context.program
         if self.trainer.trains_on_features(phase):
             program = context.program()
-            source = HeadFeatures.of(context.executor, program, context.examples, start, self.rows)
+            most = None if self.group.company is None else int(self.group.company.train.max())
+            source = HeadFeatures.of(
+                context.executor, program, context.examples, start, self.rows, most
+            )
             head = program.head_alone()
             programs, moving = (lambda _: head), Point(start.shared[:, :0], start.personal)
         rates = _rates(phase, state, start, training, self.place.round)
@@ -247,6 +274,12 @@ def _reached(point: Point, steps: Integers, training: Training, place: Place) ->
     rate, share = (like.new_full(steps.shape, value) for value in (eta, place.share))
     taken = torch.from_numpy(steps).to(like)
     return Trained(*point, steps=taken, rate=rate, reach=reach, share=share)
+
+
+def _wide(samples: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Cut or padded with the client's first sample, as all padding is."""
+    missing = max(0, width - samples.shape[1])
+    return np.pad(samples[:, :width], ((0, 0), (0, missing)))
 
 
 def _in_order(stacked: Any, order: Integers) -> Any:
