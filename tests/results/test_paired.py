@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from quiverfl.cli.main import app
 from quiverfl.results.figures import picture, write_figure
 from quiverfl.results.groups import Group, group_runs
+from quiverfl.results.mean_ranks import Ranks, critical_difference, draw_ranks, ranks, words
 from quiverfl.results.paired import (
     holm,
     interval,
@@ -23,7 +24,6 @@ from quiverfl.results.paired import (
     power,
     seeds_needed,
 )
-from quiverfl.results.ranks import Ranks, critical_difference, draw_ranks, ranks, words
 from quiverfl.results.run_files import find_runs
 from run_folders import write_exact
 

@@ -13,9 +13,9 @@ from quiverfl.paper.reproduce.collect import Results
 from quiverfl.paper.reproduce.paper_scores import case_scores
 from quiverfl.results.figures import STYLE, Against, draw_curves, picture
 from quiverfl.results.groups import Group
+from quiverfl.results.mean_ranks import draw_ranks, ranks
 from quiverfl.results.palette import Style
 from quiverfl.results.partition_picture import draw_counts
-from quiverfl.results.ranks import draw_ranks, ranks
 from quiverfl.results.run_files import Counts
 from quiverfl.results.summary import Report
 

@@ -24,10 +24,10 @@ from quiverfl.paper.reproduce.paper_scores import (
     target_frame,
 )
 from quiverfl.results import numbers
+from quiverfl.results.mean_ranks import Ranks, ranks
+from quiverfl.results.mean_ranks import words as rank_words
 from quiverfl.results.paired import LEVEL
 from quiverfl.results.protocol import REPORT_WORDS, describe
-from quiverfl.results.ranks import Ranks, ranks
-from quiverfl.results.ranks import words as rank_words
 from quiverfl.results.summary import Report
 from quiverfl.results.table_formats import Cell, Column, Table
 from quiverfl.results.tables import (
