@@ -9,6 +9,7 @@ from quiverfl.errors import QuiverError
 EXTRAS = {
     "peer": ("grpc", "cryptography", "prometheus_client"),
     "tensorboard": ("tensorboard",),
+    "ray": ("ray",),
 }
 """The modules that Quiver imports of each."""
 

@@ -19,7 +19,7 @@ from quiverfl.sweeps import estimate as estimating
 from quiverfl.sweeps.estimate import Estimate, cost_class, estimate, trial
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell
-from quiverfl.sweeps.pool import Outcome
+from quiverfl.sweeps.where import Outcome
 
 
 def config(**sections: dict[str, Any]) -> Config:

@@ -17,7 +17,6 @@ from quiverfl.cli.sweep import (
     DryRun,
     Estimated,
     Events,
-    Jobs,
     Methods,
     Out,
     Quiet,
@@ -30,6 +29,19 @@ from quiverfl.cli.sweep import (
     leave,
     list_cells,
     write_events,
+)
+from quiverfl.cli.where import (
+    Address,
+    BringBack,
+    Cpus,
+    Gpus,
+    Jobs,
+    Memory,
+    On,
+    Place,
+    Sbatch,
+    Submit,
+    where,
 )
 from quiverfl.extras import require
 from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
@@ -79,7 +91,7 @@ def reproduce(
     seeds: Seeds = None,
     cases: Cases = None,
     out: Out = Path("runs"),
-    jobs: Jobs = 2,
+    jobs: Jobs = None,
     stage: Annotated[Stage, typer.Option(help="Which accuracy comes first.")] = Stage.local,
     report: Annotated[Report, typer.Option(help="Which rounds count.")] = Report.last,
     graph: Annotated[
@@ -100,6 +112,14 @@ def reproduce(
         Path | None, typer.Option(help="Tuned rates: what `quiver tune --write` wrote.")
     ] = None,
     set_: Settings = None,
+    on: Place = On.local,
+    address: Address = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = 0,
+    memory: Memory = True,
+    bring_back: BringBack = False,
+    submit: Submit = False,
+    sbatch: Sbatch = None,
     dry_run: DryRun = False,
     estimated: Estimated = True,
     retry: Retry = False,
@@ -123,7 +143,8 @@ def reproduce(
     cells = item_cells(item, scale, wanted, equal is Equal.participation)
     places = Places(out)
     if item.kind != "partition":
-        carry_out(cells, places, jobs, dry_run, estimated, retry, quiet or as_json)
+        place = where(on, cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
+        carry_out(cells, places, place, dry_run, estimated, retry, quiet or as_json)
     if dry_run:
         list_cells(cells, places)
         return

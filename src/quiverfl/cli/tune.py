@@ -16,7 +16,6 @@ from rich.table import Table
 from quiverfl.cli.sweep import (
     Cases,
     Estimated,
-    Jobs,
     Methods,
     Out,
     Quiet,
@@ -28,6 +27,19 @@ from quiverfl.cli.sweep import (
     leave,
 )
 from quiverfl.cli.tune_race import run_race
+from quiverfl.cli.where import (
+    Address,
+    BringBack,
+    Cpus,
+    Gpus,
+    Jobs,
+    Memory,
+    On,
+    Place,
+    Sbatch,
+    Submit,
+    where,
+)
 from quiverfl.methods import method_title
 from quiverfl.results.numbers import NOTHING
 from quiverfl.results.output_files import replace_file
@@ -40,12 +52,20 @@ if TYPE_CHECKING:
 
 def tune(
     file: Annotated[Path, typer.Argument(help="A sweep whose data sets a validation part aside.")],
-    jobs: Jobs = 2,
+    jobs: Jobs = None,
     out: Out = Path("runs"),
     methods: Methods = None,
     seeds: Seeds = None,
     cases: Cases = None,
     set_: Settings = None,
+    on: Place = On.local,
+    address: Address = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = 0,
+    memory: Memory = True,
+    bring_back: BringBack = False,
+    submit: Submit = False,
+    sbatch: Sbatch = None,
     stage: Annotated[Stage, typer.Option(help="The stage that is judged.")] = Stage.local,
     estimated: Estimated = True,
     quiet: Quiet = False,
@@ -64,10 +84,11 @@ def tune(
 
     plan, places = load_sweep(file, choice(methods, seeds, cases, set_)), Places(out)
     tuned(plan.cells, places, stage.value, "last")  # refuses test data before anything runs
+    place = where(on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
     if plan.tuning is not None:
-        run_race(plan, places, stage.value, jobs, estimated, quiet, as_json, write)
+        run_race(plan, places, stage.value, place, estimated, quiet, as_json, write)
         return
-    carry_out(plan.cells, places, jobs, False, estimated, False, quiet or as_json)
+    carry_out(plan.cells, places, place, False, estimated, False, quiet or as_json)
     found = tuned(plan.cells, places, stage.value, "last")
     if as_json:
         typer.echo(json.dumps([_row(one) for one in found]))

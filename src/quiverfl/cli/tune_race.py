@@ -29,6 +29,7 @@ from quiverfl.sweeps.racing import (
     standings,
 )
 from quiverfl.sweeps.tuning import Try, Tuned, as_overrides
+from quiverfl.sweeps.where import Where
 
 Outcome = tuple[Contest, list[Standing]]
 
@@ -37,7 +38,7 @@ def run_race(
     plan: Sweep,
     places: Places,
     stage: str,
-    jobs: int,
+    place: Where,
     estimated: bool,
     quiet: bool,
     as_json: bool,
@@ -48,7 +49,7 @@ def run_race(
     found = contests(plan.cells, places, stage)
 
     def run(until: Mapping[str, int], cells: Sequence[Cell]) -> None:
-        carry_out(cells, places, jobs, False, estimated, False, quiet or as_json, until)
+        carry_out(cells, places, place, False, estimated, False, quiet or as_json, until)
 
     race(found, rules, run)
     outcomes = [(contest, standings(contest, rules)) for contest in found]
