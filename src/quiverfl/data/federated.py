@@ -6,14 +6,15 @@ however unequal the clients are, and a batch of any clients is one gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quiverfl.card import Shown, between, shape, whole
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
 from quiverfl.data.dataset import Dataset, Inputs, Integers
 from quiverfl.data.partition import Partition
@@ -58,8 +59,8 @@ class Split:
         return Split(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), offsets)
 
 
-@dataclass(frozen=True, eq=False)
-class FederatedData:
+@dataclass(frozen=True, eq=False, repr=False)
+class FederatedData(Shown):
     """Training and test examples per client; how inputs are prepared and augmented.
 
     `names` says who the clients are, where that is known.
@@ -73,6 +74,8 @@ class FederatedData:
     names: tuple[str, ...] = ()
     normalize: Prepare | None = None
     """What was done to the inputs before they came here: a model in use must do it, too."""
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """How `partition` made it, as [data] of a configuration says it; empty for one's own arrays."""
 
     @classmethod
     def from_arrays(
@@ -109,11 +112,29 @@ class FederatedData:
     def clients(self) -> int:
         return self.train.clients
 
+    def facts(self) -> dict[str, str]:
+        sizes, tests = self.train.sizes, self.test.sizes
+        return {
+            "clients": whole(self.clients),
+            "training examples each": between(sizes.min(), sizes.max()),
+            "test examples each": between(tests.min(), tests.max()),
+            "inputs": _inputs(self.train.x),
+            "classes": "none" if self.classes is None else whole(self.classes),
+        }
+
     def only(self, clients: Sequence[int]) -> FederatedData:
         """The data of some clients, renumbered from 0: what one shard or one peer holds."""
         names = tuple(self.names[client] for client in clients) if self.names else ()
         train, test = self.train.only(clients), self.test.only(clients)
         return replace(self, train=train, test=test, names=names)
+
+
+def _inputs(x: Any) -> str:
+    """The shape of one example; of a tree of tensors, its parts."""
+    if isinstance(x, Tensor):
+        return f"{shape(tuple(x.shape[1:]))} ({str(x.dtype).removeprefix('torch.')})"
+    parts = x.items() if isinstance(x, Mapping) else enumerate(x)
+    return ", ".join(f"{name}: {_inputs(part)}" for name, part in parts)
 
 
 def _end_to_end(name: str, pairs: Sequence[tuple[Any, Any]]) -> Split:
