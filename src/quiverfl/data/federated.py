@@ -89,6 +89,12 @@ class FederatedData(Shown):
         names: Sequence[str] = (),
     ) -> FederatedData:
         """One (inputs, targets) pair per client, numpy or torch; perhaps one name per client."""
+        for part, pairs in (("train", train), ("test", test)):
+            if not isinstance(pairs, list | tuple):
+                raise QuiverError(
+                    f"{part} is a {type(pairs).__name__}: give a list with one (x, y) pair per "
+                    "client (an empty test pair is allowed)."
+                )
         if len(train) != len(test):
             raise QuiverError(
                 f"train has {len(train)} clients and test has {len(test)}: give one (x, y) pair "
@@ -137,11 +143,36 @@ def _inputs(x: Any) -> str:
     return ", ".join(f"{name}: {_inputs(part)}" for name, part in parts)
 
 
+def _pair(name: str, client: int, pair: Any) -> tuple[Any, Any]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise QuiverError(
+            f"{name}, client {client}: give a pair (inputs, targets), not a {type(pair).__name__}."
+        )
+    return pair[0], pair[1]
+
+
+def _tensor(where: str, part: Any) -> Tensor:
+    kind = getattr(part, "dtype", None)
+    text = kind is not None and getattr(kind, "kind", "") in ("U", "O")
+    if text or (isinstance(part, list) and part and isinstance(part[0], str)):
+        raise QuiverError(
+            f"{where}: text or objects ({kind or 'str'}): give numbers; labels that are text become"
+            " numbers with names, y = numpy.unique(labels, return_inverse=True)."
+        )
+    try:
+        found = torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise QuiverError(f"{where}: a {type(part).__name__} is no array: {error}") from error
+    if not found.ndim:
+        raise QuiverError(f"{where}: one number: give an array with a row per sample.")
+    return found
+
+
 def _end_to_end(name: str, pairs: Sequence[tuple[Any, Any]]) -> Split:
     inputs: list[Tensor] = []
     targets: list[Tensor] = []
     for client, pair in enumerate(pairs):
-        x, y = (torch.as_tensor(part) for part in pair)
+        x, y = (_tensor(f"{name}, client {client}", part) for part in _pair(name, client, pair))
         if len(x) != len(y):
             raise QuiverError(f"{name}, client {client}: {len(x)} inputs but {len(y)} targets.")
         if x.is_floating_point() and not torch.isfinite(x).all():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.targets import check_targets
 from quiverfl.errors import QuiverError, QuiverWarning, nearest
 from quiverfl.methods.contract import (
     Interleaved,
@@ -268,6 +269,7 @@ def _check_model(task: Task, data: FederatedData) -> None:
             f"labels go up to {classes - 1} but the model has {outputs.shape[1]} outputs: "
             f"labels are out of range; give the model {classes} outputs."
         )
+    check_targets(task, data, outputs)
 
 
 def _tried(module: nn.Module, x: Tensor) -> Tensor:
