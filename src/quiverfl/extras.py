@@ -9,6 +9,8 @@ from quiverfl.errors import QuiverError
 EXTRAS = {
     "peer": ("grpc", "cryptography", "prometheus_client"),
     "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
 }
 """The modules that Quiver imports of each."""
 
