@@ -13,17 +13,19 @@ import quiverfl
 ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
-    {"errors", "memory"},
+    {"errors", "memory", "card"},
     {"durable", "bundled", "locks", "extras", "references", "experiment_keys"},
     {"seeds", "trees", "training"},
     {"objectives"},
     {"task", "models"},
     {"methods", "topologies", "data"},
     {"engine", "results"},
+    {"callbacks"},
     {"config", "run_lines"},
     {"run_folder"},
     {"experiment"},
-    {"export"},
+    {"saved_runs"},
+    {"export", "comparison"},
     {"distributed"},
     {"peer"},
     {"sweeps"},
@@ -33,7 +35,13 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 BESIDE = {
-    ("engine", "results"): {"results.summary"},  # pure functions of data frames
+    ("engine", "results"): {
+        "results.summary",  # pure functions of data frames
+        "results.learning_curves",  # run.plot(), late
+    },
+    ("engine", "callbacks"): {"callbacks.progress"},  # simulate(progress=True), late
+    ("engine", "saved_runs"): {"saved_runs"},  # run.save(), late
+    ("results", "engine"): set(),
     ("results", "methods"): set(),
     ("results", "data"): set(),
     ("results", "task"): set(),

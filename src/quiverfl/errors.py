@@ -35,6 +35,18 @@ class Interrupted(KeyboardInterrupt):
         self.run = run
 
 
+class CallbackFailed(QuiverError):
+    """A callback of one's own raised; `run` has what there was."""
+
+    run: Any = None
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(
+            f"callback {name} failed: {type(error).__name__}: {error}. The error's `run` has "
+            "everything up to there."
+        )
+
+
 class Diverged(QuiverError):
     """Training produced a number that is not finite; `run` has what there was before."""
 

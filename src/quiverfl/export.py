@@ -14,12 +14,8 @@ import torch
 
 from quiverfl.config import Config
 from quiverfl.data.dataset import Dataset
-from quiverfl.engine.checkpoint import Checkpoint, checkpoints
-from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.history import History
-from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import Experiment, load_data
+from quiverfl.experiment import Experiment, restored
 from quiverfl.run_folder import RunFolder
 
 Tensors = Mapping[str, np.ndarray[Any, Any]]
@@ -27,40 +23,19 @@ Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 def export_client(folder: RunFolder, client: int, stage: str, out: Path) -> Iterator[str]:
     """Write the model of one client of a run; what there is to say about it, line by line."""
-    config = folder.config()
-    found = checkpoints(folder.path / "checkpoints")
-    if not found:
-        raise QuiverError(
-            f"{folder.path} has no checkpoint: only a run with at least one complete checkpoint "
-            "has models to export."
-        )
-    dataset = load_data(config)
-    experiment = Experiment.of(config, dataset)
-    simulation = experiment.simulation
+    run = restored(folder)
+    experiment = run.made_from
+    assert isinstance(experiment, Experiment)
     clients = experiment.data.clients
     if not 0 <= client < clients:
         raise QuiverError(f"--client {client}: there are {clients} clients, 0 … {clients - 1}.")
-    shard = Shard(
-        simulation.task,
-        simulation.data,
-        simulation.method,
-        simulation.training,
-        simulation.settings,
-    )
-    checkpoint = Checkpoint.load(found[-1], History())
-    checkpoint.apply(shard, MatrixExchange(simulation.method.delay))
-    if stage == "local" and client not in shard.local.points:
-        raise QuiverError(
-            "the models before the last communication were not kept: run with run.keep_local = "
-            "true, or export --stage mixed."
-        )
-    named = simulation.task.named(shard.model(client, stage))
+    named = run.parameters(client, "local" if stage == "local" else "mixed")
     tensors = {name: tensor.numpy().copy() for name, tensor in named.items()}
     names = experiment.data.names
-    owner = {"client": client, "stage": stage, "rounds": checkpoint.round}
+    owner = {"client": client, "stage": stage, "rounds": len(run.rounds)}
     if names:
         owner["name"] = names[client]
-    yield from write_model(tensors, config, dataset, owner, out)
+    yield from write_model(tensors, experiment.config, experiment.dataset, owner, out)
 
 
 def write_model(

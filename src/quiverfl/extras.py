@@ -10,6 +10,8 @@ EXTRAS = {
     "peer": ("grpc", "cryptography", "prometheus_client"),
     "tensorboard": ("tensorboard",),
     "ray": ("ray",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
 }
 """The modules that Quiver imports of each."""
 

@@ -128,7 +128,7 @@ def test_unknown_options_of_simulate_are_refused_with_the_nearest() -> None:
 
 def test_a_run_says_what_it_is() -> None:
     run = simulate(qv.FedAvg(), STAR(CLIENTS), rounds=1)
-    assert repr(run) == "<Run: FedAvg, 6 clients, 1 rounds>"
+    assert repr(run).startswith("<Run of FedAvg: clients 6, rounds 1, local accuracy 0.")
 
 
 def test_the_public_names_are_all_there() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from quiverfl.cli.progress import progress
+from quiverfl.callbacks.progress import progress
 from quiverfl.config import Config, parse
 from quiverfl.distributed.rank_environment import own_rank, world_size
 from quiverfl.errors import QuiverError

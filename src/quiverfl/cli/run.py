@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from quiverfl.callbacks.progress import progress
 from quiverfl.cli import ranks
-from quiverfl.cli.progress import progress
 from quiverfl.config import Config, load_config
 from quiverfl.distributed.rank_environment import own_rank, speaks, world_size
 from quiverfl.errors import Diverged, QuiverError, Stopped
@@ -115,6 +115,7 @@ def compare(
     json_: AsJson = False,
 ) -> None:
     """Run several methods on the same data, model and seeds; a table and an HTML report."""
+    from quiverfl.comparison import cells_of, check_cells
     from quiverfl.results.html_report import write_report
     from quiverfl.results.terminal import print_comparison
 
@@ -122,8 +123,8 @@ def compare(
     names = list(METHODS) if methods == "all" else _names(methods)
     numbers = [settings.run.seed] if seeds is None else _numbers(seeds)
     folder = out or Path("runs") / f"{config.stem}-comparison"
-    cells = [_cell(settings, name, seed, len(numbers) > 1) for name in names for seed in numbers]
-    _check_all(cells, folder)
+    cells = cells_of(settings, names, numbers)
+    check_cells(cells, folder)
     again = "run the same `quiver compare` command again: it continues from the last checkpoints."
     # One comparison at a time: the table and the report are made of all its runs.
     with alone(folder), _told_how_to_continue(lambda: again) as stop:
@@ -139,25 +140,16 @@ def compare(
         raise diverged[0]
 
 
-def _check_all(cells: list[tuple[str, Config]], folder: Path) -> None:
-    """A mistake in the last method is found before the first one has run."""
-    from quiverfl.experiment import DataShelf, Experiment
-    from quiverfl.run_folder import RunFolder
-
-    shelf = DataShelf()
-    for label, cell in {cell.method.name: (label, cell) for label, cell in cells}.values():
-        if not RunFolder(folder / label).finished():
-            Experiment.of(cell, shelf.take(cell)).simulation.check()
-
-
 def _run_all(
     cells: list[tuple[str, Config]], folder: Path, several: bool, quiet: bool, stop: Stop
 ) -> tuple[dict[str, Any], list[Diverged]]:
+    from quiverfl.comparison import shown_title
+
     summaries: dict[str, Any] = {}
     diverged: list[Diverged] = []
     for label, cell in cells:
         try:
-            shown = _shown(cell, several)
+            shown = shown_title(cell, several)
             summaries[label] = _run(cell, folder / label, shown, quiet, stop)
         except Diverged as error:  # the others are still worth having
             error.run = None  # it and the traceback would keep every state alive
@@ -277,17 +269,6 @@ def _refuse_unfinished(folder: Path) -> None:
     if existing.started() and not existing.finished():
         with existing.alone():  # or it is not interrupted: whoever is at work is named
             existing.refuse_unfinished()
-
-
-def _cell(settings: Config, name: str, seed: int, several: bool) -> tuple[str, Config]:
-    cell = settings.for_method(name).with_values([("run.seed", seed)])
-    label = file_name(name)
-    return (f"{label}-seed{seed}" if several else label), cell
-
-
-def _shown(cell: Config, several: bool) -> str:
-    title = method_title(cell.method.name)
-    return f"{title}, seed {cell.run.seed}" if several else title
 
 
 def _names(text: str) -> list[str]:

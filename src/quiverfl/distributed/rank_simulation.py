@@ -19,9 +19,10 @@ from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
+from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.simulate import both, threads_for
+from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
 from quiverfl.errors import Stopped
 from quiverfl.methods.contract import Method
@@ -93,8 +94,11 @@ class RankSimulation:
                 if stopping:
                     raise Stopped(round + 1)
 
-            run = Run(self.task, self.data, shard, history)
-            told = both(history, recorder)
+            whole = Simulation(
+                self.task, self.data, self.method, self.topology, self.training, settings
+            )
+            run = Run(whole, shard, exchange, history)
+            told = Recorders([history, *([] if recorder is None else [recorder])], ())
             play(shard, exchange, self.topology, told, settings, start, after_round)
         return run
 

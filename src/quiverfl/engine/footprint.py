@@ -119,7 +119,7 @@ def saved_bytes(task: Task, x: Tensor, dtype: torch.dtype) -> int:
 
 
 def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tensor:
-    x = data.train.x[:1].expand(count, *data.train.x.shape[1:])
+    x: Tensor = data.train.x[:1].expand(count, *data.train.x.shape[1:])
     x = x if data.prepare is None else data.prepare(x)
     return x.to(dtype) if x.is_floating_point() else x.clone()
 

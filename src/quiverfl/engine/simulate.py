@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,14 @@ from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.fit import check_fit
-from quiverfl.engine.history import History, Metrics, Record, Recorder
+from quiverfl.engine.history import History, Recorder
 from quiverfl.engine.programs import is_convolutional
+from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
-from quiverfl.errors import Diverged, Interrupted, Stopped
+from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -50,6 +51,7 @@ class Simulation:
         resume: Checkpoint | None = None,
         checkpoint: Callable[[Checkpoint], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
+        callbacks: Sequence[Recorder] = (),
     ) -> Run:
         """As `simulate` says, but unchecked, and a checkpoint is the run's own memory: `checkpoint`
         must write it, or copy it, before it returns."""
@@ -62,18 +64,23 @@ class Simulation:
                 resume.apply(shard, exchange)
                 history, start = resume.history.copy(), resume.round
 
+            told = Recorders([history, *([] if recorder is None else [recorder])], callbacks)
+
             def after_round(round: int) -> None:
-                stopping = round + 1 < settings.rounds and stop()
-                if checkpoint is not None and (stopping or settings.checkpoints(round)):
+                more = round + 1 < settings.rounds
+                stopping, enough = more and stop(), more and told.enough()
+                if checkpoint is not None and (stopping or enough or settings.checkpoints(round)):
                     checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
                 if stopping:
                     raise Stopped(round + 1)
+                if enough:
+                    raise _Enough
 
-            run = Run(self.task, self.data, shard, history)
-            told = both(history, recorder)
+            run = Run(self, shard, exchange, history)
             try:
-                play(shard, exchange, self.topology, told, settings, start, after_round)
-            except Diverged as error:
+                with told.closing(), contextlib.suppress(_Enough):
+                    play(shard, exchange, self.topology, told, settings, start, after_round)
+            except (CallbackFailed, Diverged) as error:
                 error.run = run
                 raise
             except KeyboardInterrupt as error:
@@ -93,6 +100,8 @@ def simulate(
     resume: Checkpoint | None = None,
     checkpoint: Callable[[Checkpoint], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[Recorder] = (),
+    progress: bool = False,
     **options: Any,
 ) -> Run:
     """Run a method on federated data over a topology and return its history and models.
@@ -103,6 +112,9 @@ def simulate(
     back: the result is that of an uninterrupted run. `stop` is asked after every round but the
     last; once it is true, the state is given to `checkpoint` and `Stopped` raised.
 
+    `callbacks` are told what `recorder` is told, and may end the run (qv.EarlyStopping), which is
+    then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
+
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
     if settings is None:
@@ -112,25 +124,23 @@ def simulate(
     simulation = Simulation(task, data, method, topology, training, settings)
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
-    return simulation.run(recorder, resume, keep, stop)
+    with _shown(progress, method, settings) as bar:
+        return simulation.run(recorder, resume, keep, stop, [*callbacks, *bar])
 
 
-def both(history: History, other: Recorder | None) -> Recorder:
-    """A recorder that tells two, or the one there is."""
-    return _Both(history, other)
+class _Enough(Exception):
+    """A callback has seen enough."""
 
 
-class _Both:
-    def __init__(self, history: History, other: Recorder | None) -> None:
-        self._recorders = [history] if other is None else [history, other]
+@contextlib.contextmanager
+def _shown(progress: bool, method: Method, settings: RunSettings) -> Iterator[list[Recorder]]:
+    if not progress:
+        yield []
+        return
+    from quiverfl.callbacks.progress import progress as shown
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        for recorder in self._recorders:
-            recorder.evaluated(round, stage, metrics)
-
-    def finished(self, record: Record) -> None:
-        for recorder in self._recorders:
-            recorder.finished(record)
+    with shown(method.title, settings.rounds, quiet=False) as bar:
+        yield [] if bar is None else [bar]
 
 
 def _useful_threads(task: Task, clients: int, longest: int, training: Training) -> int:
