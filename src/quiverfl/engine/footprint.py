@@ -19,6 +19,7 @@ from quiverfl.engine.workers import MOST
 from quiverfl.methods.contract import Method, Start
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
+from quiverfl.trees import Tree, leaves, mapped
 
 OVERHEAD = 600 << 20
 """Of Python, torch and what is loaded with them: 420 MB were measured, results and all."""
@@ -96,7 +97,7 @@ def counted(task: Task, data: FederatedData, dtype: torch.dtype) -> Activations:
     return Activations(max(0, two - 2 * per_sample), per_sample)
 
 
-def saved_bytes(task: Task, x: Tensor, dtype: torch.dtype) -> int:
+def saved_bytes(task: Task, x: Tree, dtype: torch.dtype) -> int:
     """What one client's forward pass keeps for its gradient: every piece of memory once."""
     program = Program.of(task, dtype, torch.device("cpu"))
     point = Point(*(part.to(dtype) for part in task.initial(0)))
@@ -118,10 +119,10 @@ def saved_bytes(task: Task, x: Tensor, dtype: torch.dtype) -> int:
     return kept
 
 
-def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tensor:
-    x: Tensor = data.train.x[:1].expand(count, *data.train.x.shape[1:])
+def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tree:
+    x = mapped(lambda leaf: leaf[:1].expand(count, *leaf.shape[1:]), data.train.x)
     x = x if data.prepare is None else data.prepare(x)
-    return x.to(dtype) if x.is_floating_point() else x.clone()
+    return mapped(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf.clone(), x)
 
 
 def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> int:
@@ -140,7 +141,7 @@ def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunS
 
 
 def _bytes(split: Split) -> int:
-    return int(split.x.nbytes + split.y.nbytes)
+    return sum(int(leaf.nbytes) for _, leaf in leaves((split.x, split.y)))
 
 
 def _chunk(task: Task, settings: RunSettings) -> int:
