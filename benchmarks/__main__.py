@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import adapters, frameworks, machine, mixing, report, scale, training, whole
+from benchmarks import adapters, frameworks, machine, mixing, ranks, report, scale, training, whole
 from benchmarks.figures import Figure
 from benchmarks.works import WORKS, smaller
 from quiverfl import keep_freed_memory
 
 PARTS = ("A", "B", "C", "D", "E", "F", "G", "run")
-REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3}
+REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5}
 RESULT, QUICK_RESULT = Path("runs/bench/result.json"), Path("runs/bench/quick.json")
 DOCUMENT = Path("docs/performance.md")
 
@@ -60,7 +60,8 @@ def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
         "D": lambda: mixing.figures(repeats("D"), kind, threads, quick),
         "E": lambda: scale.figures(repeats("E"), kind, threads, quick),
         "F": trained("F"),
-        "G": lambda: adapters.figures(threads, quick),
+        "G": lambda: ranks.figures(repeats("G"), kind, threads, quick),
+        "H": lambda: adapters.figures(threads, quick),
         "run": lambda: whole.figures(threads, quick),
     }
     return {name: part for name, part in parts.items() if name in wanted.only}

@@ -94,7 +94,7 @@ def _target(figure: Figure) -> str:
 
 
 def _order(work: str) -> tuple[int, str]:
-    return ("ABCDEF".index(work) if work in "ABCDEF" else 6, work)
+    return ("ABCDEFG".index(work) if work in "ABCDEFG" else 7, work)
 
 
 def _figure(record: dict[str, Any]) -> Figure:

@@ -8,12 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quiverfl.callbacks import Callback, EarlyStopping, MLflow, TensorBoard, WandB
+    from quiverfl.comparison import Comparison, compare, report
     from quiverfl.data.batches import batch_order
+    from quiverfl.data.dataset import Dataset
     from quiverfl.data.federated import FederatedData
+    from quiverfl.data.sharing import partition
+    from quiverfl.data.sources import load_dataset
     from quiverfl.engine.settings import RunSettings
     from quiverfl.engine.simulate import simulate
     from quiverfl.engine.simulation_run import ClientState, Run
-    from quiverfl.errors import Diverged, Interrupted, QuiverError
+    from quiverfl.errors import CallbackFailed, Diverged, Interrupted, QuiverError
+    from quiverfl.experiment import Experiment
     from quiverfl.memory import keep_freed_memory
     from quiverfl.methods import (
         APFL,
@@ -58,9 +64,11 @@ if TYPE_CHECKING:
         UnitInterval,
     )
     from quiverfl.methods.state import Personal, Scalar, Shared
+    from quiverfl.models import MODELS, make_model
     from quiverfl.models.group_norm import group_norm
     from quiverfl.models.lora import lora
     from quiverfl.objectives import Metric
+    from quiverfl.saved_runs import SavedRun, load_run
     from quiverfl.task import Point, Seen, Task
     from quiverfl.topologies import (
         TOPOLOGIES,
@@ -83,28 +91,36 @@ if TYPE_CHECKING:
         ring,
         star,
         torus,
+        unreliable,
     )
     from quiverfl.training import Training
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "APFL",
     "METHODS",
+    "MODELS",
     "MOON",
     "OSGP",
     "SCAFFOLD",
     "TOPOLOGIES",
+    "Callback",
+    "CallbackFailed",
     "ClientState",
+    "Comparison",
     "Count",
     "DFedAvgM",
     "DFedAvgMP",
     "DFedPGP",
     "DFedPGPSAM",
     "DFedSAM",
+    "Dataset",
     "DisPFL",
     "Ditto",
     "Diverged",
+    "EarlyStopping",
+    "Experiment",
     "FedAvg",
     "FedBABU",
     "FedPer",
@@ -119,6 +135,7 @@ __all__ = [
     "Local",
     "Lookahead",
     "Loss",
+    "MLflow",
     "Message",
     "Method",
     "Metric",
@@ -135,17 +152,21 @@ __all__ = [
     "QuiverError",
     "Run",
     "RunSettings",
+    "SavedRun",
     "Scalar",
     "Seen",
     "Shared",
     "Start",
     "Task",
+    "TensorBoard",
     "Topology",
     "Train",
     "Trained",
     "Training",
     "UnitInterval",
+    "WandB",
     "batch_order",
+    "compare",
     "custom",
     "directed_ring",
     "erdos_renyi",
@@ -157,16 +178,22 @@ __all__ = [
     "group_norm",
     "isolated",
     "keep_freed_memory",
+    "load_dataset",
+    "load_run",
     "lora",
+    "make_model",
     "one_peer_exponential",
     "participating",
+    "partition",
     "random_pull",
     "random_push",
     "random_regular",
+    "report",
     "ring",
     "simulate",
     "star",
     "torus",
+    "unreliable",
 ]
 
 _PLACES = {
@@ -247,7 +274,25 @@ _PLACES = {
     "ring": "quiverfl.topologies",
     "star": "quiverfl.topologies",
     "torus": "quiverfl.topologies",
+    "unreliable": "quiverfl.topologies",
     "Training": "quiverfl.training",
+    "Dataset": "quiverfl.data.dataset",
+    "load_dataset": "quiverfl.data.sources",
+    "partition": "quiverfl.data.sharing",
+    "MODELS": "quiverfl.models",
+    "make_model": "quiverfl.models",
+    "Callback": "quiverfl.callbacks",
+    "EarlyStopping": "quiverfl.callbacks",
+    "MLflow": "quiverfl.callbacks",
+    "TensorBoard": "quiverfl.callbacks",
+    "WandB": "quiverfl.callbacks",
+    "Experiment": "quiverfl.experiment",
+    "SavedRun": "quiverfl.saved_runs",
+    "load_run": "quiverfl.saved_runs",
+    "Comparison": "quiverfl.comparison",
+    "compare": "quiverfl.comparison",
+    "report": "quiverfl.comparison",
+    "CallbackFailed": "quiverfl.errors",
 }
 """Where each of them comes from; the same as the imports above, which type checkers read."""
 

@@ -28,6 +28,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from quiverfl.bundled import config_file
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.experiment_keys import digest, experiment_settings, run_settings
 from quiverfl.methods import Method, find_method
@@ -208,8 +209,12 @@ class Config(Section):
 
 
 def load_config(path: Path, values: Iterable[str] = ()) -> Config:
-    """Read a TOML file; `values` are `section.key=value` texts that win over it."""
+    """Read a TOML file, or one that comes with the package, by its name.
+
+    `values` are `section.key=value` texts that win over it.
+    """
     values = list(values)
+    path = config_file(path)
     tree = read_toml(path, f"{path}: no such configuration file.")
     for text in values:
         _set(tree, *setting(text))
@@ -303,9 +308,22 @@ def _refuse_unknown_keys(
         return  # a model's options are checked against the model's own
     for key, value in values.items():
         if key not in known:
-            raise QuiverError(f"{source}: unknown key {section}.{key}; {nearest(key, known)}")
+            hint = _untyped(str(values.get("name", "")), key) if section == "method" else ""
+            raise QuiverError(
+                f"{source}: unknown key {section}.{key}; {hint or nearest(key, known)}"
+            )
         if isinstance(value, bool) and key in kind.model_fields:
             _refuse_truth(f"{source}: {section}.{key}", value, kind.model_fields[key])
+
+
+def _untyped(name: str, key: str) -> str:
+    """Why a method of the person's own does not take an option that its class seems to have."""
+    kind = find_method(name) if is_reference(name) else None
+    if not isinstance(kind, type) or not hasattr(kind, key):
+        return ""
+    if "__dataclass_fields__" not in vars(kind):
+        return f"{kind.__name__} is no dataclass: put @dataclass(frozen=True) above it."
+    return f"{kind.__name__}.{key} has no type, so it is no option: write {key}: float = … ."
 
 
 def _refuse_truth(key: str, value: bool, field: FieldInfo) -> None:

@@ -35,6 +35,18 @@ class Interrupted(KeyboardInterrupt):
         self.run = run
 
 
+class CallbackFailed(QuiverError):
+    """A callback of one's own raised; `run` has what there was."""
+
+    run: Any = None
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(
+            f"callback {name} failed: {type(error).__name__}: {error}. The error's `run` has "
+            "everything up to there."
+        )
+
+
 class Diverged(QuiverError):
     """Training produced a number that is not finite; `run` has what there was before."""
 
@@ -48,6 +60,7 @@ class Diverged(QuiverError):
         )
         self.round = round
         self.client = client
+        self.where = where
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -56,6 +69,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     It continues a sentence, after a semicolon or a colon.
     """
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     guess = f"did you mean {close[0]!r}? Known" if close else "known"
     return f"{guess} are {', '.join(names)}."

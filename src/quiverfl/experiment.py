@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 
-from quiverfl.config import Config
+from quiverfl.callbacks.progress import progress as shown
+from quiverfl.card import Shown, whole
+from quiverfl.config import Config, load_config, parse
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
+from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulate import Simulation
+from quiverfl.engine.simulation_run import Run
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method
@@ -31,18 +36,19 @@ from quiverfl.topologies import Topology, make_topology, topology_options
 
 TOPOLOGY_OPTIONS = {
     "isolated": (),
-    "star": ("sampled",),
-    "random_regular": ("neighbors", "participation"),
-    "random_push": ("neighbors", "participation"),
+    "star": ("sampled", "link_failure"),  # which it refuses
+    "random_regular": ("neighbors", "participation", "link_failure"),
+    "random_push": ("neighbors", "participation", "link_failure"),
 }
 """Which of the options that "auto" takes each of them has a use for."""
 
 
-@dataclass(frozen=True, eq=False)
-class Experiment:
+@dataclass(frozen=True, eq=False, repr=False)
+class Experiment(Shown):
     """Everything a run needs, made from its configuration."""
 
     config: Config
+    dataset: Dataset
     task: Task
     data: FederatedData
     partition: Partition
@@ -50,7 +56,15 @@ class Experiment:
     topology: Topology
 
     @classmethod
-    def of(cls, config: Config, dataset: Dataset | None = None) -> Experiment:
+    def of(
+        cls, config: Config | Mapping[str, Any] | None = None, dataset: Dataset | None = None
+    ) -> Experiment:
+        """From a configuration, or a dictionary of its sections; what is left out has its default.
+
+        `dataset` is used in place of the one that [data] names.
+        """
+        if not isinstance(config, Config):
+            config = _parsed({} if config is None else config, dataset)
         method = make_method(config)
         found = load_data(config) if dataset is None else dataset
         shares = share_out(config, found)
@@ -58,7 +72,50 @@ class Experiment:
             found, shares, None if config.data.augment == "none" else config.data.augment
         )
         topology = topology_for(config, method, data.clients)
-        return cls(config, make_task(config, found), data, shares, method, topology)
+        return cls(config, found, make_task(config, found), data, shares, method, topology)
+
+    @classmethod
+    def from_toml(cls, path: Path | str, **settings: Any) -> Experiment:
+        """From a TOML file, or a configuration that comes with Quiver by its name.
+
+        `settings` win over it: whole sections, run={"rounds": 5}, or keys, **{"run.rounds": 5}.
+        """
+        return cls.of(load_config(Path(path)).with_values(_keys(settings)))
+
+    def title(self) -> str:
+        return f"Experiment with {self.method.title}"
+
+    def facts(self) -> dict[str, str]:
+        config = self.config
+        return {
+            "data": f"{config.data.name}, {config.data.partition}",
+            "clients": whole(self.data.clients),
+            "model": config.model.name,
+            "topology": self.topology.name,
+            "rounds": whole(config.run.rounds),
+            "seed": str(config.run.seed),
+        }
+
+    def run(
+        self,
+        folder: Path | str | None = None,
+        callbacks: Sequence[Recorder] = (),
+        progress: bool = False,
+    ) -> Run:
+        """Run it: in memory, or into a folder, as `quiver run` and `quiver resume` do.
+
+        What a folder holds of this experiment already is not computed again. A run that a callback
+        ends is returned as it is; its folder holds an unfinished run then.
+        """
+        label = self.method.title
+        with shown(label, self.config.run.rounds, quiet=not progress) as bar:
+            told = [*callbacks, *([] if bar is None else [bar])]
+            if folder is None:
+                self.simulation.check()
+                run = self.simulation.run(callbacks=told)
+            else:
+                run = _run_here(self, RunFolder(Path(folder)), told)
+        return _marked(run, self)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -70,6 +127,90 @@ class Experiment:
             self.config.training.training(),
             settings_of(self.config, self.data.clients),
         )
+
+
+def _parsed(tree: Mapping[str, Any], dataset: Dataset | None) -> Config:
+    if not isinstance(tree, Mapping):
+        raise QuiverError(
+            f"an experiment is made of a dictionary of sections, such as {{'run': {{'rounds': 5}}}}"
+            f", not of a {type(tree).__name__}; a file: qv.Experiment.from_toml."
+        )
+    sections = {name: dict(v) if isinstance(v, Mapping) else v for name, v in tree.items()}
+    if dataset is not None and isinstance(sections.get("data", {}), dict):
+        sections["data"] = {"name": dataset.name, **sections.get("data", {})}
+    return parse(sections, "experiment")
+
+
+def _keys(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Sections and keys as keys; a method's name first, since it takes the options before it."""
+    pairs: list[tuple[str, Any]] = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and "." not in name:
+            pairs += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        else:
+            pairs.append((name, value))
+    return sorted(pairs, key=lambda pair: pair[0] != "method.name")
+
+
+def _marked(run: Run, experiment: Experiment) -> Run:
+    run.made_from = experiment
+    run.config = experiment.config.model_dump(mode="json")
+    return run
+
+
+def _run_here(experiment: Experiment, folder: RunFolder, callbacks: Sequence[Recorder]) -> Run:
+    """A new run in a folder, or what is there and, if it is not finished, the rest of it."""
+    with folder.alone():
+        if folder.started():
+            folder.check(experiment.config)
+        else:
+            folder.clear_unstarted()
+        folder.check_inputs(inputs_of(experiment.config, experiment.dataset))
+        if folder.finished():
+            return restored(folder, experiment)
+        return _carry_out(experiment, folder, callbacks=callbacks)
+
+
+def _carry_out(
+    experiment: Experiment,
+    folder: RunFolder,
+    recorder: Recorder | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[Recorder] = (),
+) -> Run:
+    """Run it, or the rest of it, in a folder that is this process's alone."""
+    config, simulation = experiment.config, experiment.simulation
+    simulation.check()
+    inputs = inputs_of(config, experiment.dataset)
+    folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
+    resume = folder.resume()
+    if stop():
+        raise Stopped(0 if resume is None else resume.round)
+    with folder.recording(recorder) as both:
+        run = simulation.run(both, resume, folder.save, stop, callbacks)
+    if run.complete:
+        folder.close(run.summary, adaptation(experiment.method, experiment.task))
+    return run
+
+
+def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
+    """The run of a folder at its newest checkpoint, with its data and models."""
+    if experiment is None:
+        config = folder.config()
+        dataset = load_data(config)
+        folder.check_inputs(inputs_of(config, dataset))
+        experiment = Experiment.of(config, dataset)
+    checkpoint, simulation = folder.newest(), experiment.simulation
+    shard = Shard(
+        simulation.task,
+        simulation.data,
+        simulation.method,
+        simulation.training,
+        simulation.settings,
+    )
+    exchange = MatrixExchange(simulation.method.delay)
+    checkpoint.apply(shard, exchange)
+    return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)
 
 
 def run_in_folder(
@@ -88,30 +229,25 @@ def run_in_folder(
     `Stopped` after the round it is in, and a checkpoint of it.
     """
     folder = RunFolder(path)
-    summary = _finished(config, folder, dataset)
+    summary = finished_summary(config, folder, dataset)
     if summary is not None:
         return summary
     with folder.alone(wait):
-        summary = _finished(config, folder, dataset)  # by whoever was waited for
+        summary = finished_summary(config, folder, dataset)  # by whoever was waited for
         if summary is not None:
             return summary
+        folder.clear_unstarted()
         found = load_data(config) if dataset is None else dataset
-        inputs = inputs_of(config, found)
-        folder.check_inputs(inputs)
-        experiment = Experiment.of(config, found)
-        experiment.simulation.check()
-        folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
-        resume = folder.resume()
-        if stop():
-            raise Stopped(0 if resume is None else resume.round)
-        with folder.recording(recorder) as both:
-            run = experiment.simulation.run(both, resume, folder.save, stop)
-        return folder.close(run.summary, adaptation(experiment.method, experiment.task))
+        folder.check_inputs(inputs_of(config, found))
+        _carry_out(Experiment.of(config, found), folder, recorder, stop)
+        return folder.summary()
 
 
-def _finished(config: Config, folder: RunFolder, dataset: Dataset | None) -> dict[str, Any] | None:
+def finished_summary(
+    config: Config, folder: RunFolder, dataset: Dataset | None
+) -> dict[str, Any] | None:
     """The summary of a run that is over, if it is the one that is asked for."""
-    if not folder.holds_run():
+    if not folder.started():
         return None
     folder.check(config)
     if not folder.finished():

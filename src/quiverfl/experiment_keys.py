@@ -25,8 +25,12 @@ RUNTIME = frozenset(
 """How and where a run is carried out and how closely it is watched: results differ by rounding at
 most, and the same files may lie elsewhere. `run.evaluate_every` decides what is recorded."""
 
-SEEDS = frozenset({"run.seed", "data.seed", "topology.seed", "topology.participation_seed"})
-"""Another one makes another run of the same experiment. The last is written, never configured."""
+SEEDS = frozenset(f"{section}.seed" for section in ("run", "data", "topology")) | {
+    "topology.participation_seed",
+    "topology.link_failure_seed",
+}
+"""Another one makes another run of the same experiment. The last two are written, never
+configured."""
 
 
 def run_settings(tree: Tree) -> Settings:

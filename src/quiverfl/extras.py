@@ -9,6 +9,9 @@ from quiverfl.errors import QuiverError
 EXTRAS = {
     "peer": ("grpc", "cryptography", "prometheus_client"),
     "tensorboard": ("tensorboard",),
+    "ray": ("ray",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
 }
 """The modules that Quiver imports of each."""
 

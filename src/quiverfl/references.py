@@ -51,9 +51,9 @@ def load_callable(reference: str, folder: Path | None = None) -> Callable[..., A
 
 @cache
 def source_digest(reference: str) -> str:
-    """A hash of the file that `module:function` is in; not of what that file imports.
+    """A hash of the file that `module:function` is in, and of what it imports from beside it.
 
-    Taken once per process, as the module is imported once: an edit meanwhile is not what runs.
+    Taken once per process, as a module is imported once: an edit meanwhile is not what runs.
     """
     try:
         source = inspect.getsourcefile(inspect.unwrap(load_callable(reference)))
@@ -61,7 +61,32 @@ def source_digest(reference: str) -> str:
         source = None
     if source is None:
         return ""
-    return hashlib.blake2b(Path(source).read_bytes(), digest_size=16).hexdigest()
+    files = _own_files(sys.modules[reference.partition(":")[0]], Path(source).resolve().parent)
+    digest = hashlib.blake2b(Path(source).read_bytes(), digest_size=16)
+    for path in sorted(files - {Path(source).resolve()}):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _own_files(module: ModuleType, folder: Path) -> set[Path]:
+    """The files below a folder that a module's names come from, and theirs."""
+    found: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        here = waiting.pop()
+        path = Path(getattr(here, "__file__", None) or "/").resolve()
+        if path in found or not path.is_relative_to(folder) or "site-packages" in path.parts:
+            continue
+        found.add(path)
+        for value in vars(here).values():
+            origin = value if isinstance(value, ModuleType) else _module_of(value)
+            if origin is not None:
+                waiting.append(origin)
+    return found
+
+
+def _module_of(value: object) -> ModuleType | None:
+    return sys.modules.get(str(getattr(value, "__module__", "")))
 
 
 def origin(error: BaseException) -> str:

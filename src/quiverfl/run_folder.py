@@ -15,7 +15,7 @@ import platform
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,24 @@ from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import Checkpoint, DamagedCheckpoint, checkpoints, prune
 from quiverfl.engine.history import History, Recorder, evaluates
 from quiverfl.errors import CannotWrite, Diverged, QuiverError, QuiverWarning
-from quiverfl.experiment_keys import SCHEMA, first_identity, flat, run_settings
+from quiverfl.experiment_keys import (
+    SCHEMA,
+    Settings,
+    digest,
+    experiment_settings,
+    first_identity,
+    flat,
+    run_settings,
+)
 from quiverfl.methods import METHODS, Method, method_title
 from quiverfl.methods.contract import Train
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.run_files import finish, read_json, read_lines
 from quiverfl.run_lines import appending, as_line, history_from
 from quiverfl.topologies.topology import Topology
+
+PYTHON = "python"
+"""In config.json of a run that was not made from a configuration."""
 
 
 class RunFolder:
@@ -58,12 +69,59 @@ class RunFolder:
     def holds_run(self) -> bool:
         return (self.path / "config.json").is_file()
 
+    def started(self) -> bool:
+        """Whether anything was computed that could be resumed, or be shown."""
+        rounds = self.path / "rounds.jsonl"
+        lines = rounds.exists() and rounds.stat().st_size > 0
+        return self.holds_run() and (lines or self.summary() != {})
+
+    def clear_unstarted(self) -> None:
+        """A run that ended before its first round may be replaced by another one."""
+        if self.holds_run() and not self.started():
+            for name in ("config.json", "environment.json", "partition.npz"):
+                (self.path / name).unlink(missing_ok=True)
+
     def finished(self) -> bool:
         return bool(self.summary().get("finished"))
+
+    def refuse_unfinished(self) -> None:
+        """An interrupted run is continued by its own command, not by starting one over it."""
+        if self.holds_run() and not self.finished():
+            raise QuiverError(
+                f"{self.path} holds an interrupted run: `quiver resume {self.path}` continues it; "
+                "to start again choose another --out or delete the folder."
+            )
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
         return read_json(path) if path.exists() else {}
+
+    def extend(self, rounds: int) -> Config:
+        """The run's configuration with more rounds, which the folder is of from now on.
+
+        What a longer run would have computed from the start, but for methods that plan by the
+        number of rounds, as Dis-PFL does: they continue with the new plan.
+        """
+        with self.alone():
+            config = self.config()
+            if rounds <= config.run.rounds:
+                raise QuiverError(
+                    f"--rounds {rounds}: {self.path} has {config.run.rounds} rounds; give more."
+                )
+            longer = config.with_values([("run.rounds", rounds)])
+            path = self.path / "config.json"
+            written = read_json(path)
+            written.update(
+                schema=SCHEMA,
+                experiment=longer.experiment(),
+                identity=longer.identity(),
+                config=longer.model_dump(mode="json"),
+                extended=[*written.get("extended", ()), config.run.rounds],
+            )
+            self._write("config.json", _json(written))
+            for name in ("summary.json", "history.parquet", "rounds.parquet"):
+                (self.path / name).unlink(missing_ok=True)
+            return longer
 
     def config(self) -> Config:
         """The configuration the run was started with."""
@@ -73,6 +131,12 @@ class RunFolder:
         written = read_json(path)
         if not self.finished():
             self._check_version(str(written.get("quiver", "")))
+        if written.get("source") == PYTHON:
+            raise QuiverError(
+                f"{self.path} was saved from Python, and no configuration can make it again: in "
+                "Python, simulate(…, resume=load_run(folder).checkpoint()) with the same arguments "
+                "continues it or gives its models. `quiver report` can read it."
+            )
         schema, tree = written.get("schema", 0), written.get("config", {})
         if schema not in (0, SCHEMA):
             raise QuiverError(
@@ -110,8 +174,8 @@ class RunFolder:
     def check_inputs(self, inputs: Mapping[str, str]) -> None:
         """Refuse data or code other than the run was made with, by their digests."""
         theirs = read_json(self.path / "config.json").get("inputs", {}) if self.holds_run() else {}
-        for name, digest in inputs.items():
-            if theirs.get(name, digest) != digest:
+        for name, found in inputs.items():
+            if theirs.get(name, found) != found:
                 raise QuiverError(
                     f"{self.path} holds a run with another {name}: it was changed since, though "
                     "not its name. Put it back, choose another --out, or delete the folder if it "
@@ -142,11 +206,35 @@ class RunFolder:
             }
             self._write("config.json", _json(text))
         self._check_partition(partition)
+        self._write_beside(partition.arrays())
+
+    def describe(
+        self, tree: Settings, shares: Mapping[str, Any], topology: Topology, method: Method
+    ) -> None:
+        """The same for a run made in Python, whose settings cannot make it again."""
+        if any(path.name != locks.NAME for path in self.path.iterdir()):
+            raise QuiverError(f"{self.path} is not empty and not a run: choose another folder.")
+        tree = json.loads(json.dumps(tree, default=str))  # whatever an option was
+        text = {
+            "quiver": quiverfl.__version__,
+            "schema": SCHEMA,
+            "source": PYTHON,
+            "experiment": digest(experiment_settings(tree)),
+            "identity": digest(run_settings(tree)),
+            "inputs": {},
+            "method": _named(method.name, method),
+            "config": tree,
+            "topology": tree["topology"],
+        }
+        self._write("config.json", _json(text))
+        self._write_beside(shares)
+
+    def _write_beside(self, shares: Mapping[str, Any]) -> None:
         # Of an earlier try that diverged: this one may end otherwise.
         (self.path / "summary.json").unlink(missing_ok=True)
         self._write("environment.json", _json(environment()))
         buffer = io.BytesIO()
-        np.savez(buffer, allow_pickle=False, **partition.arrays())
+        np.savez(buffer, allow_pickle=False, **shares)
         self._write("partition.npz", buffer.getvalue())
 
     def _check_partition(self, partition: Partition) -> None:
@@ -172,9 +260,12 @@ class RunFolder:
             )
 
     def save(self, checkpoint: Checkpoint) -> None:
+        self.keep(checkpoint.save)
+
+    def keep(self, write: Callable[[Path], Path]) -> None:
+        """Have a checkpoint written into the folder for them, and older ones removed."""
         with self.writing():
-            written = checkpoint.save(self._checkpoints)
-            prune(self._checkpoints, written)
+            prune(self._checkpoints, write(self._checkpoints))
 
     def resume(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, with the history up to it; later lines are cut off.
@@ -210,6 +301,17 @@ class RunFolder:
                 f"{self.path}` then computes the run again from its first round."
             )
         return None
+
+    def newest(self) -> Checkpoint:
+        """The newest checkpoint that is whole, with the history up to it; nothing is written."""
+        found = self._newest()
+        if found is None:
+            raise QuiverError(f"{self.path} has no checkpoint: no models of it were kept.")
+        kept = [
+            [line for line in read_lines(self.path / name) if line["round"] < found.round]
+            for name in ("history.jsonl", "rounds.jsonl")
+        ]
+        return dataclasses.replace(found, history=history_from(kept[0], kept[1]))
 
     def _check_lines(self, round: int) -> None:
         """Every round before a checkpoint was written down before it: a gap is damage."""

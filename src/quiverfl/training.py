@@ -13,7 +13,7 @@ Optimizer = Literal["sgd", "adam", "adamw"]
 
 @dataclass(frozen=True)
 class Training:
-    """The optimizer; its state starts afresh in every phase of every round.
+    """The optimizer; its state starts afresh in every phase of every round, unless kept.
 
     `personal_lr` applies to the personal part where a method trains it as such (None: the same as
     `lr`). The rate in round t is lr · lr_decay^t. `batch_size=None` means the whole local set in

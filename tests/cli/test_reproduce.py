@@ -38,6 +38,7 @@ FILES = [
     "table1-equal-steps.csv",
     "table1-differences.md",
     "table1-differences.csv",
+    "table1-significance.md",
     "table1-curves.svg",
 ]
 CELLS = 2 * 2

@@ -411,3 +411,24 @@ def test_channel_statistics_equal_numpys() -> None:
     assert mean == pytest.approx((x / 255).mean(axis=(0, 2, 3)), abs=1e-12)
     assert std == pytest.approx((x / 255).std(axis=(0, 2, 3)), abs=1e-12)
     assert channel_statistics(np.full((3, 2), 5.0, np.float32)) == ((5.0, 5.0), (1.0, 1.0))
+
+
+def test_the_writers_of_the_digits_are_natural_clients() -> None:
+    """14 forms of about 128 digits; each is tested on digits of its own."""
+    from sklearn.datasets import load_digits
+
+    data = load_dataset("digits")
+    share = partition(data, "natural", None, 0)
+    assert share.clients == 14
+    assert share.names[0] == "form 1"
+    assert share.names[-1] == "form 14"
+    sizes = share.train_counts.sum(axis=1) + share.test_counts.sum(axis=1)
+    starts = [0, 130, 256, 386, 516, 646, 776, 906, 1029, 1157, 1287, 1415, 1545, 1667, 1797]
+    assert sizes.tolist() == np.diff(starts).tolist()
+    third = (load_digits().images[256:386, None] / 16).astype(np.float32)
+    own = np.concatenate([data.train_x[share.train[2]], data.test_x[share.test[2]]])
+    assert sorted(map(bytes, own)) == sorted(map(bytes, third))
+
+
+def test_the_digits_are_the_data_they_were_before_their_writers_were_known() -> None:
+    assert load_dataset("digits").digest == "3acb9a7a8f0b0e3262724876d4600691"

@@ -17,7 +17,7 @@ from quiverfl.data.partition import partition
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.simulate import _useful_threads
 from quiverfl.models import make_model
-from small import CLIENTS, PUSH, STAR, TRAINING, simulate, states, tiny_data, tiny_task
+from small import CLIENTS, PUSH, SIZES, STAR, TRAINING, simulate, states, tiny_task
 
 
 def pictures(dtype: Any) -> Dataset:
@@ -106,10 +106,10 @@ def test_small_work_is_done_by_one_thread_and_torch_keeps_its_setting() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert _useful_threads(tiny_task(), tiny_data(), TRAINING) == 1
+        assert _useful_threads(tiny_task(), CLIENTS, max(SIZES), TRAINING) == 1
         wide = qv.Task(lambda: make_model("mlp", (6,), 3, hidden=(2000, 2000)))
         large = qv.Training(batch_size=None)
-        assert _useful_threads(wide, tiny_data((200,) * 6), large) == 2
+        assert _useful_threads(wide, CLIENTS, 200, large) == 2
         simulate(qv.FedAvg(), STAR(CLIENTS), rounds=1, threads=None)
         assert torch.get_num_threads() == 2
     finally:
@@ -128,7 +128,7 @@ def test_unknown_options_of_simulate_are_refused_with_the_nearest() -> None:
 
 def test_a_run_says_what_it_is() -> None:
     run = simulate(qv.FedAvg(), STAR(CLIENTS), rounds=1)
-    assert repr(run) == "<Run: FedAvg, 6 clients, 1 rounds>"
+    assert repr(run).startswith("<Run of FedAvg: clients 6, rounds 1, local accuracy 0.")
 
 
 def test_the_public_names_are_all_there() -> None:

@@ -237,5 +237,5 @@ def test_ctrl_c_does_not_wait_for_the_clients_in_hand(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)  # the clients in hand would take hours
     assert process.returncode == 130
-    assert b"`quiver resume here` goes on" in said
+    assert b"`quiver resume here` continues" in said
     assert b"Traceback" not in said

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import quiverfl as qv
+from quiverfl.engine.features import head_is_last
 from quiverfl.methods.parts import train_personal, train_whole
+from quiverfl.models import MODELS, make_model
 from small import CLIENTS, REGULAR, STAR, TRAINING, simulate, states, tiny_data, tiny_task
 
 ROOT = Path(qv.__file__).parent
@@ -41,6 +43,7 @@ class Alone(qv.Method[Weights]):
 
     name = "alone"
     title = "Alone"
+    topology = "random_regular"
 
     def init(self, task: qv.Task, start: qv.Start) -> Weights:
         return Weights(*start.point)
@@ -314,6 +317,24 @@ def anything(**changed: Any) -> Any:
     return type("Odd", (Alone,), changed)()
 
 
+def reads_what_it_sent(self: Any, state: Weights, mixed: qv.Message) -> Weights:
+    return state._replace(body=0.5 * state.body + 0.5 * mixed["body"])
+
+
+def steep(gradient: qv.Point, point: qv.Point, state: Weights) -> qv.Point:
+    return point if gradient.shared.sum() > 0 else gradient
+
+
+def forgets(self: Any, state: Weights, mixed: qv.Message) -> None:
+    pass
+
+
+class Counts(NamedTuple):
+    body: qv.Shared
+    classifier: qv.Personal
+    count: qv.Scalar
+
+
 class Wrong(NamedTuple):
     body: qv.Shared
     classifier: qv.Scalar
@@ -326,6 +347,37 @@ class Wrong(NamedTuple):
         (anything(init=lambda self, task, start: Weights(1.0, start.point.personal)), "is a float"),
         (anything(init=lambda self, task, start: Wrong(*start.point)), "declared Scalar"),
         (anything(mass="mu"), "no Scalar field of that name; it has: body, classifier"),
+        (
+            anything(init=lambda self, task, start: Counts(*start.point, torch.tensor(3))),
+            "'count' has type torch.int64",
+        ),
+        (anything(merge=reads_what_it_sent), "merge reads what message sent as it stands"),
+        (anything(merge=forgets), r"forgets failed: ValueError|forgets returned a NoneType"),
+        (
+            anything(merge=lambda self, state, mixed: Weights(mixed["body"][:3], state[1])),
+            r"made the state's field 'body' \(3,\)",
+        ),
+        (anything(merge=lambda self, state, mixed: mixed["uu"]), "KeyError: 'uu'"),
+        (anything(message=lambda self, state: (state.body,)), "message returned a tuple"),
+        (
+            anything(personal=lambda self, state: (state[0], state[1])),
+            "returned a tuple; it must return a model",
+        ),
+        (anything(topolgy="star"), "has 'topolgy', .* did you mean 'topology'"),
+        (anything(mrege=forgets), "did you mean 'merge'"),
+        (anything(unused=("lrr",)), "unused = 'lrr': .*did you mean 'lr'"),
+        (anything(delay=-1), "delay = -1: it must be a whole number"),
+        (anything(phases=lambda self, task: self.train(epochs=1)), r"such as \(train,\) with its"),
+        (with_phases(replace(Alone().train(epochs=1), part="all")), "part = 'all'"),
+        (with_phases(Alone().train(epochs=1, lookahead=steep)), r"write lookahead=Lookahead"),
+        (
+            with_phases(Alone().train(epochs=1, lookahead=qv.Lookahead(steep))),
+            r"steep failed in test_contract.py, line \d+: .*no if on a value",
+        ),
+        (
+            with_phases(Alone().train(epochs=1, settings=lambda t: replace(t, optimizer="adam"))),
+            "gives a phase settings that do not work with this run's.*momentum=0.0",
+        ),
         (with_phases(Alone().train()), "needs epochs or steps"),
         (with_phases(Alone().train(epochs=1, steps=2)), "needs epochs or steps, one of them"),
         (
@@ -380,11 +432,11 @@ def test_a_delay_on_a_star_is_refused_and_on_a_full_graph_is_that_of_its_matrix(
 
 def test_options_outside_their_type_are_named() -> None:
     for make, words in [
-        (lambda: qv.APFL(alpha=1.5), r"method.alpha = 1.5: it must be in \[0, 1\]"),
+        (lambda: qv.APFL(alpha=1.5), r"method.alpha = 1.5: it must be a number in \[0, 1\]"),
         (lambda: qv.APFL(adaptive=1), "method.adaptive = 1: it must be true or false"),
         (lambda: qv.PFedMe(inner_steps=0), "method.inner_steps = 0: .* whole number ≥ 1"),
         (lambda: qv.FedAvg(weighting="sample"), "did you mean 'samples'"),
-        (lambda: qv.DFedPGP(step_floor=-1), "must be positive, or left out"),
+        (lambda: qv.DFedPGP(step_floor=-1), "must be a positive number, or left out"),
         (lambda: qv.DFedPGP(shared_epochs=True), "must be a whole number"),
     ]:
         with pytest.raises(qv.QuiverError, match=words):
@@ -443,10 +495,35 @@ class Twice(Plain):
         return self.head(self.body(x)) + self.head(self.body(-x))
 
 
+class ChangedAfterwards(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.head(self.body(x))
+        outputs.clamp_(-0.1, 0.1)
+        return outputs
+
+
+class Tied(Plain):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.head = nn.Linear(5, 5)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), self.head)
+
+
 @pytest.mark.parametrize("executor", ["vectorized", "sequential"])
 @pytest.mark.parametrize(
     "model",
-    [Plain, Clamped, ClampedInPlace, ReadsHead, ReadsHeadUnseen, Keyword, TwoArguments, Twice],
+    [
+        Plain,
+        Clamped,
+        ClampedInPlace,
+        ChangedAfterwards,
+        ReadsHead,
+        ReadsHeadUnseen,
+        Keyword,
+        TwoArguments,
+        Twice,
+        Tied,
+    ],
 )
 @pytest.mark.parametrize("method", [qv.DFedPGP(personal_epochs=3), qv.FedRep(4, 1)], ids=str)
 def test_a_head_is_trained_as_if_no_features_were_kept(
@@ -476,6 +553,35 @@ def test_a_head_is_trained_as_if_no_features_were_kept(
     assert proven == [model is Plain, False]
     for one, other in zip(shortened, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+class Branching(Plain):
+    """Clamped for some inputs only: no call shows it, and no graph can be made of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.head(self.body(x))
+        return outputs.clamp(-0.1, 0.1) if float(x.abs().max()) > 2 else outputs
+
+
+class Deep(Plain):
+    """A head of several layers is a head all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "proven"), [(Plain, True), (Deep, True), (Branching, False), (Tied, False)]
+)
+def test_the_graph_of_the_call_is_the_proof(model: Any, proven: bool) -> None:
+    assert head_is_last(model(), "head") is proven
+    assert not head_is_last(model(), None)
+
+
+def test_the_packages_models_have_proof() -> None:
+    for name in MODELS:
+        assert head_is_last(make_model(name, (3, 32, 32), 10), "head"), name
 
 
 # --- frozen parameters and impure models --------------------------------------------------------

@@ -234,6 +234,7 @@ def test_7_the_loss_falls_on_quadratics(method: Any) -> None:
         labels = (made.data.train.y[:, 0] > 0).long()
         split = replace(made.data.train, y=labels)
         data = qv.FederatedData(split, split, classes=2)
+        options["training"] = qv.Training(lr=1.0, batch_size=None)
         run = qv.simulate(qv.Task(model=TwoClasses), data, method=method, **options)
     else:
         run = qv.simulate(task, made.data, method=_for_quadratics(method), **options)

@@ -10,6 +10,7 @@ from quiverfl.config import load_config
 from quiverfl.errors import QuiverError
 from quiverfl.paper.reproduce import published
 from quiverfl.paper.reproduce.catalogue import ITEMS, configs, find_item, sweep_file
+from quiverfl.paper.reproduce.rates import Protocol, rate_settings
 from quiverfl.paper.reproduce.selection import item_cells
 from quiverfl.paper.reproduce.variants import graph_settings, with_equal_participation
 from quiverfl.sweeps.plan import Cell, Choice, load_sweep
@@ -27,6 +28,7 @@ COUNTS = {
     "fig3a": 5 * 1 * 3,
     "fig3b": 6 * 1 * 3,
     "fig5": 4 * 10 * 3,
+    "unreliable": 5 * 4 * 3,
 }
 
 
@@ -173,3 +175,65 @@ def test_unknown_names_are_answered_with_known_ones() -> None:
         sweep_file(find_item("table1"), "smal")
     with pytest.raises(QuiverError, match="there is no such folder"):
         sweep_file(find_item("table1"), "./nowhere")
+
+
+MEDIUM = [name for name in TRAINED if name not in ("table6", "table7", "fig3b", "fig5")]
+
+
+@pytest.mark.parametrize("name", MEDIUM)
+def test_the_medium_scale_has_the_papers_client(name: str) -> None:
+    found = cells(name, "medium")
+    for cell in found:
+        config, training = cell.config, cell.config.training
+        data = config.data
+        assert (data.clients, data.samples_per_client, data.test_per_client) == (50, 500, 100)
+        assert (training.lr, training.lr_decay, training.momentum) == (0.1, 0.99, 0.9)
+        assert (training.weight_decay, training.batch_size, training.clip_norm) == (5e-4, 128, 10)
+        assert (config.model.name, data.augment, config.run.rounds) == ("lenet5", "crop_flip", 60)
+    if name == "table1":
+        assert len(found) == 2 * 11 * 2
+
+
+def test_what_the_medium_scale_has_not_is_refused_with_what_there_is() -> None:
+    with pytest.raises(QuiverError, match=r"no \[scale.medium\]; it has small, tiny"):
+        cells("table6", "medium")
+
+
+def protocol(name: str, scale: str, whose: Protocol, file: Path | None = None) -> list[Cell]:
+    return cells(name, scale, Choice(values=rate_settings(whose, scale, file)))
+
+
+def test_the_papers_rates_are_those_of_its_scale() -> None:
+    """At medium size they are the preset's own, so the cells are the same; at small size not."""
+    assert {c.name for c in protocol("table1", "medium", "paper")} == {
+        c.name for c in cells("table1", "medium")
+    }
+    small = protocol("table1", "small", "paper")
+    assert {cell.config.training.lr for cell in small} == {0.1}
+    assert {cell.config.training.lr_decay for cell in small} == {0.99}
+    personal = {c.config.method.name: c.config.training.personal_lr for c in small}
+    assert (personal["dfedpgp"], personal["fedper"]) == (0.001, None)
+    assert all("finetune_lr" not in cell.config.method.options() for cell in small)
+
+
+def test_tuned_rates_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "rates.toml"
+    file.write_text(
+        "[overrides.dfedpgp.training]\nlr = 0.03\npersonal_lr = 0.02\n"
+        "[overrides.fedbabu.training]\nlr = 0.05\n[overrides.fedbabu.method]\nfinetune_lr = 0.004\n"
+    )
+    found = {c.config.method.name: c.config for c in protocol("table1", "medium", "tuned", file)}
+    assert (found["dfedpgp"].training.lr, found["dfedpgp"].training.personal_lr) == (0.03, 0.02)
+    assert found["fedbabu"].method.options()["finetune_lr"] == 0.004
+    assert found["local"].training.lr == 0.1  # the file has nothing for it
+
+
+def test_rates_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuiverError, match="small scale's own rates are tuned"):
+        rate_settings("tuned", "small", None)
+    with pytest.raises(QuiverError, match="no tuned rates for the scale 'tiny'"):
+        rate_settings("tuned", "tiny", None)
+    with pytest.raises(QuiverError, match="goes with --protocol tuned"):
+        rate_settings("paper", "medium", tmp_path)
+    with pytest.raises(QuiverError, match="no such file"):
+        rate_settings("tuned", "medium", tmp_path / "none.toml")

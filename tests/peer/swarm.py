@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import time
@@ -43,7 +44,7 @@ class Quadratic:
         self._mass = np.float32(1.0)
         self.manifest = Manifest.of({"u": self._u})
 
-    def train(self, round: int, active: bool) -> None:
+    def train(self, round: int, active: bool, share: float = 1.0) -> None:
         time.sleep(self._seconds)
         z = self._u / self._mass
         self._u = self._u - self._rate * self._mass * (z - self._target)
@@ -81,6 +82,7 @@ class Options:
     rate: float = 0.3
     deadline: float = 60.0
     linger: float = 10.0
+    files: int = 0  # the limit on open files, where one is set
     crash_at: str = ""  # a point of the runtime's trace
     crash_after: int = 0  # the how-many-th passage
     settings: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +119,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     from quiverfl.peer.joining import create_store
     from quiverfl.peer.node import Node
     from quiverfl.peer.peer_settings import Settings
-    from quiverfl.peer.store import Store
+    from quiverfl.peer.store import NoStore, Store
     from quiverfl.topologies import random_push
 
     name = folder.name
@@ -125,9 +127,9 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     number = roster.number(name)
     learner = Quadratic(number, options.size, options.seconds, options.rate)
     agreement = Agreement(roster.run, name, "c" * 64, learner.manifest)
-    if (folder / "store" / "peer.sqlite").exists():
+    try:
         store = Store.open(folder / "store", trace)
-    else:
+    except NoStore:
         store = create_store(folder / "store", learner, agreement, trace)
     settings = Settings(
         rounds=options.rounds,
@@ -153,6 +155,8 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
 def process_main(folder: Path, options: Options) -> None:
     """What a peer's process runs."""
     keep_freed_memory()  # as the command does
+    if options.files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (options.files, options.files))
     passages: Counter[str] = Counter()
 
     def trace(point: str) -> None:

@@ -157,7 +157,7 @@ def test_peers_bring_their_own_data(tmp_path: Path) -> None:
 
     async def scenario() -> list[int]:
         nodes = [await assemble(PeerFolder.read(folder)) for folder in folders]
-        sizes = [int(node.learner._shard.trainer.examples.sizes[0]) for node in nodes]
+        sizes = [int(node.learner._shard.context.examples.sizes[0]) for node in nodes]
         await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
         for node in nodes:
             node.store.close()

@@ -14,16 +14,16 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quiverfl.peer import identity, wire
+from quiverfl.peer import identity, signing, wire
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
 from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.ledger import UNIT, Transfer
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.sender import open_channel
-from quiverfl.peer.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply
+from quiverfl.peer.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply, Voucher
 
 from .swarm import Options, build, make_folders
 
@@ -53,8 +53,10 @@ class Caller:
     """Somebody with a certificate, who says what he likes."""
 
     def __init__(self, agreement: Agreement, address: str, papers: Identity) -> None:
-        self.agreement = agreement
-        self.channel = open_channel(address, "peer-0", papers)
+        self.agreement, self.name = agreement, "peer-1"
+        self.met = "0" * 16  # the other's store, once it has said hello
+        self.vouchers: list[Voucher] = []
+        self.channel, self.papers = open_channel(address, "peer-0", papers), papers
 
     async def hello(self, **changes: Any) -> Greeting:
         agreement = self.agreement
@@ -63,22 +65,26 @@ class Caller:
             "run": agreement.run,
             "configuration": agreement.configuration,
             "manifest": agreement.manifest.hash,
-            "sender": "peer-1",
+            "sender": self.name,
             "receiver": "peer-0",
             "incarnation": "1" * 16,
             "nonce": "0" * 64,
             "sent": 0,
             "acknowledged": 0,
             "received": 0,
+            "round": 0,
             **changes,
         }
         call = self.channel.unary_unary(f"/{SERVICE}/Hello")
-        return wire.decode(Greeting, await call(wire.encode(Hello(**values)), timeout=5))
+        greeting = wire.decode(Greeting, await call(wire.encode(Hello(**values)), timeout=5))
+        if greeting.hello is not None:
+            self.met = greeting.hello.incarnation
+        return greeting
 
     def announcement(self, payload: bytes, **changes: Any) -> Announcement:
         values = {
             "agreement": self.agreement.hash,
-            "sender": "peer-1",
+            "sender": self.name,
             "receiver": "peer-0",
             "incarnation": "1" * 16,
             "seq": 1,
@@ -88,6 +94,11 @@ class Caller:
             "digest": hashlib.sha256(payload).hexdigest(),
             **changes,
         }
+        if "proof" not in changes:
+            names = ("sender", "receiver", "seq", "round", "units", "digest")
+            transfer = Transfer(*(values[name] for name in names), 0.0)
+            agreed, stores = values["agreement"], (values["incarnation"], self.met)
+            values["proof"] = signing.proof(self.papers, "share", transfer, agreed, stores)
         return Announcement(**values)
 
     async def push(
@@ -101,6 +112,10 @@ class Caller:
         call = self.channel.stream_stream(f"/{SERVICE}/Push")()
         await call.write(first)
         reply = wire.decode(Reply, await call.read())
+        while reply.word == "show":
+            shown = self.vouchers[reply.rows : reply.rows + wire.VOUCHERS]
+            await call.write(wire.encode(wire.Evidence(vouchers=shown)))
+            reply = wire.decode(Reply, await call.read())
         if reply.word == "proceed":
             for frame in frames:
                 await call.write(frame)
@@ -185,7 +200,7 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
             caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             before = node.transactions.accounts
             for changes, word in [
-                ({"protocol": 2}, "protocol"),
+                ({"protocol": 1}, "protocol"),
                 ({"run": "another"}, "run"),
                 ({"configuration": "0" * 64}, "configuration"),
                 ({"manifest": "0" * 64}, "manifest"),
@@ -197,6 +212,9 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
                 assert word in greeting.refusal
             assert node.metrics.refusals["hello"] == 6
             assert node.transactions.accounts == before
+            old = caller.channel.unary_unary(f"/{SERVICE}/Hello")
+            answer = wire.decode(Greeting, await old(b'{"protocol": 1, "run": "test"}', timeout=5))
+            assert "speaks protocol 1, this peer protocol 2" in answer.refusal
             greeting = await caller.hello()
             assert greeting.hello is not None
             other = await caller.hello(incarnation="2" * 16)

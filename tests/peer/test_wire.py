@@ -40,6 +40,7 @@ HELLO = Hello(
     sent=3,
     acknowledged=2,
     received=0,
+    round=0,
 )
 MESSAGES = [
     ANNOUNCEMENT,

@@ -16,8 +16,9 @@ from rich.console import Console
 from quiverfl.errors import QuiverError
 from quiverfl.results import numbers, table_formats
 from quiverfl.results.groups import Group, group_runs
+from quiverfl.results.paired import paired_differences
 from quiverfl.results.run_files import find_runs
-from quiverfl.results.scores import comparison, paired_differences, rounds_to_target
+from quiverfl.results.scores import comparison, rounds_to_target
 from quiverfl.results.tables import comparison_table, difference_table, target_table
 from quiverfl.results.terminal import print_comparison
 from run_folders import ALONE, STAR, Recipe, write_exact, write_json, write_run
@@ -289,7 +290,7 @@ def test_target_and_difference_tables_read_well(groups: list[Group]) -> None:
     difference = difference_table(groups, "local")
     assert difference.title == "Against Local, accuracy in %"
     assert [cell.text for cell in difference.rows[0]][:3] == ["FedAvg", "+17.50", "3.54"]
-    assert difference.rows[0][4].text == f"{numbers.MINUS}27.50"
+    assert difference.rows[0][7].text == f"{numbers.MINUS}27.50"
     assert difference.rows[0][-1].text == "2"
 
 

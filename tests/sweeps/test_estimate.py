@@ -19,7 +19,7 @@ from quiverfl.sweeps import estimate as estimating
 from quiverfl.sweeps.estimate import Estimate, cost_class, estimate, trial
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell
-from quiverfl.sweeps.pool import Outcome
+from quiverfl.sweeps.where import Outcome
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -162,3 +162,12 @@ def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
     ]
     bars.ended(Outcome(cells[0], "finished", 1.0))
     assert [task.fields["text"] for task in display.tasks] == ["1 of 2 cells", ""]
+
+
+def test_what_is_enough_for_now_costs_less(tmp_path: Path) -> None:
+    """A rung of a race: so many of the rounds, not all."""
+    places = Places(tmp_path)
+    begun, new = (Cell(config(run={"seed": seed})) for seed in range(2))
+    write_rounds(places, begun, [2.0] * 3)
+    found = estimate([begun, new], places, until={begun.name: 5, new.name: 5})
+    assert found.seconds == {begun.name: 4.0, new.name: 10.0}

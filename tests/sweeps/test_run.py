@@ -25,7 +25,8 @@ from quiverfl.results.run_files import read_lines
 from quiverfl.run_folder import RunFolder
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell, Sweep, load_sweep
-from quiverfl.sweeps.pool import Outcome, pending, run_cells
+from quiverfl.sweeps.pool import LocalPool, pending
+from quiverfl.sweeps.where import Outcome
 
 BASE = """
 [base.data]
@@ -82,6 +83,9 @@ class Told:
         assert cell.name not in self.rounds
         self.rounds[cell.name] = []
 
+    def restarted(self, cell: Cell, why: str) -> None:
+        raise AssertionError(f"{cell.name} was restarted: {why}")
+
     def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         assert set(scores) == {"local", "mixed"}
         self.rounds[cell.name].append(rounds)
@@ -104,7 +108,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sweep, Pla
     os.chdir(folder)
     try:
         sweep, places, told = plan(folder, BASE + CASES), Places(folder / "runs"), Told()
-        run_cells(sweep.cells, places, 1, told)
+        LocalPool(1).run(sweep.cells, places, told)
         yield sweep, places, told
     finally:
         os.chdir(before)
@@ -226,15 +230,15 @@ def test_what_diverged_is_in_the_report_and_said_to_have(tmp_path: Path) -> None
     assert "DFedPGP (lr 1e+30) (seed 0) diverged in round" in page
 
 
-def test_jobs_must_be_at_least_one(tmp_path: Path) -> None:
+def test_jobs_must_be_at_least_one() -> None:
     with pytest.raises(QuiverError, match="--jobs 0"):
-        run_cells([], Places(tmp_path), 0, Told())
+        LocalPool(0)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(QuiverError, match="cannot be made"):
-        run_cells([], Places(tmp_path / "file"), 1, Told())
+        LocalPool(1).run([], Places(tmp_path / "file"), Told())
 
 
 def wait_for(happened: Callable[[], bool], seconds: float = 120) -> None:
@@ -273,7 +277,7 @@ def test_a_cell_that_another_sweep_runs_is_waited_for(tmp_path: Path) -> None:
     told = Told()
     with ThreadPoolExecutor(1) as pool:
         with RunFolder(places.run(cell)).alone():
-            waiting = pool.submit(run_cells, [cell], places, 1, told)
+            waiting = pool.submit(LocalPool(1).run, [cell], places, told)
             wait_for(lambda: places.log(cell).exists())
             shutil.copytree(tmp_path / "finished", places.run(cell), dirs_exist_ok=True)
             time.sleep(0.5)

@@ -93,8 +93,8 @@ class Net(nn.Module):
         self.body, self.head = nn.Linear(8, 8), nn.Linear(64, classes)
 
     def forward(self, x):
-        if len(x) > 2:
-            raise RuntimeError("more than two at a time")
+        if len(x) > 8:
+            raise RuntimeError("more than eight at a time")
         return self.head(self.body(x).flatten(1))
 """
 
@@ -111,7 +111,7 @@ def test_tries_with_a_mistake_are_refused_before_the_first(tmp_path: Path) -> No
 def test_tries_that_cannot_run_are_told_from_those_that_diverge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This model takes the two examples that are tried before, and fails on a batch."""
+    """This model takes the few examples that are tried before, and fails on a batch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "failing_nets.py").write_text(FAILING)
     (tmp_path / "plan.toml").write_text(CANNOT_RUN)
@@ -120,7 +120,7 @@ def test_tries_that_cannot_run_are_told_from_those_that_diverge(
     assert result.exit_code == 2
     assert "none has a score" in result.output
     assert "[overrides" not in result.output
-    assert "more than two at a time" in result.output
+    assert "more than eight at a time" in result.output
     rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert [one["mean"] for one in rows[0]["tries"]] == [None, None]
 

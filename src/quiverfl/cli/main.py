@@ -21,6 +21,7 @@ try:
 
     import quiverfl
     from quiverfl.cli.plain_text import allow_any_encoding
+    from quiverfl.distributed.rank_environment import speaks
     from quiverfl.errors import Diverged, QuiverError, QuiverWarning
     from quiverfl.memory import keep_freed_memory
 except KeyboardInterrupt:  # in the first moments, before there is a `main` to catch it
@@ -38,6 +39,21 @@ COMMANDS = {
         "compare",
         "Run several methods on the same data, model and seeds; a table and an HTML report.",
     ),
+    "init": (
+        "init",
+        "init",
+        "Write a first project: a configuration, and data, model and method of your own that run.",
+    ),
+    "extend": (
+        "export",
+        "extend",
+        "Give a run more rounds than it was planned for, and resume it.",
+    ),
+    "export": (
+        "export",
+        "export",
+        "Write a client's personal model with its normalisation, its labels and how to load it.",
+    ),
     "report": (
         "report",
         "report",
@@ -46,7 +62,7 @@ COMMANDS = {
     "sweep": (
         "sweep",
         "sweep",
-        "Run a grid of experiments; started again it goes on where it was.",
+        "Run a grid of experiments; started again, it resumes.",
     ),
     "tune": (
         "tune",
@@ -149,8 +165,13 @@ def main() -> None:
 
 
 def _say(what: str, error: object) -> None:
+    if not speaks():  # every rank of a machine would say the same
+        return
     console = Console(stderr=True, highlight=False)
     console.print(f"[red]{what}:[/red] {escape(str(error))}", soft_wrap=True)
+
+
+_said: set[str] = set()
 
 
 def _show_warning(
@@ -162,7 +183,12 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Ours in one line, without the place in our source."""
+    if issubclass(category, QuiverWarning) and not speaks():
+        return
     if issubclass(category, QuiverWarning):
+        if str(message) in _said:
+            return  # the same run is checked before it is started
+        _said.add(str(message))
         print(f"warning: {message}", file=file or sys.stderr)
     else:
         text = warnings.formatwarning(message, category, filename, lineno, line)

@@ -21,7 +21,7 @@ from rich.progress import (
 from quiverfl.methods import method_title
 from quiverfl.results import numbers
 from quiverfl.sweeps.plan import Cell
-from quiverfl.sweeps.pool import Outcome, Watcher
+from quiverfl.sweeps.where import Outcome, Watcher
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -65,7 +65,7 @@ class Account:
         """A resumed cell begins at its first round here, not at zero."""
         first = self._first.setdefault(cell.name, rounds - 1)
         left = max(1, cell.config.run.rounds - first)
-        self._shares[cell.name] = (rounds - first) / left
+        self._shares[cell.name] = max(0, rounds - first) / left
 
     def over(self, outcome: Outcome) -> None:
         self._shares[outcome.cell.name] = 1.0
@@ -94,6 +94,9 @@ class _Nothing:
     def started(self, cell: Cell) -> None:
         pass
 
+    def restarted(self, cell: Cell, why: str) -> None:
+        pass
+
     def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         pass
 
@@ -115,6 +118,10 @@ class _Bars:
             self._tasks[cell.name] = self._display.add_task(
                 escape(describe(cell)), total=cell.config.run.rounds, text=""
             )
+
+    def restarted(self, cell: Cell, why: str) -> None:
+        with self._lock:
+            self._display.print(restart_words(cell, why), markup=False, soft_wrap=True)
 
     def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         with self._lock:
@@ -149,6 +156,10 @@ class _Lines:
         with self._lock:
             self._running[cell.name] = f"{describe(cell)} starting"
 
+    def restarted(self, cell: Cell, why: str) -> None:
+        with self._lock:
+            self._say(restart_words(cell, why))
+
     def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         with self._lock:
             self._account.progressed(cell, rounds)
@@ -175,6 +186,10 @@ def describe(cell: Cell) -> str:
 
 def score_words(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{stage} {value:.4f}" for stage, value in scores.items())
+
+
+def restart_words(cell: Cell, why: str) -> str:
+    return f"{describe(cell)}: {why}; started again from its last checkpoint"
 
 
 def ending_words(outcome: Outcome) -> str:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from quiverfl.cli.peer_certs import certs
+from quiverfl.cli.peer_status import status_rows
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 
@@ -115,8 +117,8 @@ def status(folder: Folder, json_: AsJson = False) -> None:
         print(json.dumps(found))
         return
     table = Table(show_header=False)
-    for key, value in found.items():
-        table.add_row(key, json.dumps(value) if isinstance(value, dict | list) else str(value))
+    for key, value in status_rows(found):
+        table.add_row(key, Text(value))
     Console().print(table)
 
 
@@ -133,7 +135,11 @@ def leave(folder: Folder) -> None:
 
 @app.command("evict")
 def evict(
-    folder: Folder, peer: Annotated[str, typer.Argument(help="Whom to stop dealing with.")]
+    folder: Folder,
+    peer: Annotated[str, typer.Argument(help="Whom to stop dealing with.")],
+    ban: Annotated[
+        bool, typer.Option(help="For good: it is not let in again, with a new store neither.")
+    ] = False,
 ) -> None:
     """Stop dealing with a peer that is lost. Do it on every remaining peer."""
     require("peer", "quiver peer")
@@ -144,11 +150,12 @@ def evict(
 
     opened = _read(folder)
     try:
-        found = ask(opened, Order(action="evict", peer=peer))
+        found = ask(opened, Order(action="evict", peer=peer, ban=ban))
     except NotRunning:
         opened.roster.member(peer)
-        found = {"written_off": evict_at_rest(opened.store, peer) / UNIT}
-    print(f"{peer} is evicted here; written off: {found['written_off']:.6f}")
+        found = {"written_off": evict_at_rest(opened.store, peer, ban) / UNIT}
+    word = "banned" if ban else "evicted"
+    print(f"{peer} is {word} here; written off: {found['written_off']:.6f}")
 
 
 @app.command("audit")
@@ -161,16 +168,24 @@ def audit(
             "may know of a share that its sender's older books do not have."
         ),
     ] = False,
+    roster: Annotated[
+        Path | None,
+        typer.Option(help="The run's roster.toml, to check signatures; else that of a folder."),
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """Prove that no mass was lost or counted twice; exit code 1 if it was, 7 if a store lacks."""
     require("peer", "quiver peer")
     from quiverfl.peer.audit import audit as audited
     from quiverfl.peer.peer_folder import STORE
+    from quiverfl.peer.roster import ROSTER, Roster
     from quiverfl.peer.schema import read_statement
+    from quiverfl.peer.signing import checked_by
 
     stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
-    report = audited([read_statement(store) for store in stores], live=live)
+    rosters = [roster] if roster else [p / ROSTER for p in folders if (p / ROSTER).exists()]
+    genuine = checked_by(Roster.read(rosters[0])) if rosters else None
+    report = audited([read_statement(store) for store in stores], live=live, genuine=genuine)
     if json_:
         print(json.dumps(report.values()))
     else:

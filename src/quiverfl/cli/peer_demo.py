@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from rich.table import Table
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
-from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.audit import Report, Statement, audit
 from quiverfl.peer.control import NotRunning, order
+from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.peer_folder import OwnSettings, PeerFolder, make_folder
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.setup import history_of
+from quiverfl.peer.signing import checked_by
 from quiverfl.peer.wire import Order
 
 CONFIGURATION = """# Written by quiver peer demo.
@@ -203,8 +205,10 @@ def run_demo(root: Path, peers: int, rounds: int, mode: str, kills: int) -> bool
             _watch(demo, live, kills)
     finally:
         demo.stop()
-    report = audit([read_statement(folder.store) for folder in demo.folders.values()])
-    path = write_report(root, demo, report, time.monotonic() - started)
+    statements = [read_statement(folder.store) for folder in demo.folders.values()]
+    genuine = checked_by(Roster.read(root / "authority" / ROSTER))
+    report = audit(statements, genuine=genuine)
+    path = write_report(root, demo, statements, report, time.monotonic() - started)
     console.print()
     console.print("\n".join(report.lines()))
     console.print(f"report: {path}")
@@ -255,18 +259,22 @@ def _obey(demo: Demo, command: str) -> bool:
     return True
 
 
-def write_report(root: Path, demo: Demo, report: Report, seconds: float) -> Path:
+def write_report(
+    root: Path, demo: Demo, statements: Sequence[Statement], report: Report, seconds: float
+) -> Path:
     """What happened, for people and for machines."""
+    masses = {statement.name: statement.units / UNIT for statement in statements}
     lines = ["# Peer demo", "", f"{len(demo.folders)} processes, {seconds:.0f} s.", ""]
     lines += ["| peer | rounds | μ | accuracy, first → last | kills | state |", "|---" * 6 + "|"]
     for name, folder in demo.folders.items():
         history = history_of(folder.path)
         accuracy = [line["mixed"]["accuracy"] for line in history if line.get("mixed")]
         change = f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}" if accuracy else "–"
-        mass = f"{history[-1]['mass']:.4f}" if history else "–"
+        mass = f"{masses[name]:.4f}"
         state = demo.seen[name].get("state", "–")
         rounds = history[-1]["round"] + 1 if history else 0
         lines.append(f"| {name} | {rounds} | {mass} | {change} | {demo.kills[name]} | {state} |")
+    lines.append(f"| in flight | | {report.in_flight / UNIT:.4f} | | | |")
     lines += ["", "## Audit", "", "```", *report.lines(), "```", ""]
     lines.append("Again: `quiver peer audit " + " ".join(demo.folders) + "` in this folder.")
     (root / "report.md").write_text("\n".join(lines) + "\n")

@@ -48,7 +48,7 @@ def report(
     are put together.
     """
     from quiverfl.results.html_report import write_report
-    from quiverfl.results.terminal import print_comparison
+    from quiverfl.results.terminal import print_comparison, print_differences
 
     if tensorboard is not None:
         require("tensorboard", "--tensorboard")
@@ -61,10 +61,12 @@ def report(
     if tensorboard is not None:
         _write_events(groups, tensorboard)
     if as_json:
-        typer.echo(json.dumps({"report": str(page), "rows": _rows(groups)}))
+        found = {"report": str(page), "rows": _rows(groups), "differences": _differences(groups)}
+        typer.echo(json.dumps(found))
         return
     console = Console()
     print_comparison(console, groups, stage.value)
+    print_differences(console, groups, stage.value)
     console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)
 
 
@@ -79,13 +81,16 @@ def _write_table(groups: list[Group], path: Path, stage: str) -> None:
     from quiverfl.results.output_files import replace_file
     from quiverfl.results.scores import comparison
     from quiverfl.results.summary import STAGES
-    from quiverfl.results.tables import comparison_table
+    from quiverfl.results.tables import comparison_table, difference_table, reference_of
 
-    shown = comparison_table(groups, stages=(stage, *(other for other in STAGES if other != stage)))
+    stages = (stage, *(other for other in STAGES if other != stage))
+    shown = [comparison_table(groups, stages=stages)]
+    if (found := reference_of(groups)) is not None:
+        shown.append(difference_table(*found, stages=stages))
     if path.suffix == ".md":
-        text = table_formats.markdown(shown)
+        text = "\n".join(map(table_formats.markdown, shown))
     elif path.suffix == ".tex":
-        text = table_formats.latex(shown)
+        text = "\n".join(map(table_formats.latex, shown))
     else:
         text = comparison(groups).to_csv(index=False)
     replace_file(path, text.encode())
@@ -97,6 +102,24 @@ def _write_events(groups: list[Group], folder: Path) -> None:
     for group in groups:
         for run in group.runs:
             write_events(run.path, folder / f"{group.label}-seed{run.seed}")
+
+
+def _differences(groups: list[Group]) -> list[dict[str, object]]:
+    """Paired differences at both stages, p also corrected for their number."""
+    import pandas as pd
+
+    from quiverfl.results.paired import holm, paired_differences
+    from quiverfl.results.summary import STAGES
+    from quiverfl.results.tables import reference_of
+
+    found = reference_of(groups)
+    if found is None:
+        return []
+    frames = [paired_differences(*found, stage).assign(stage=stage) for stage in STAGES]
+    frame = pd.concat(frames, ignore_index=True)
+    frame["p_holm"] = holm(frame["p"].tolist())
+    rows: list[dict[str, object]] = json.loads(frame.to_json(orient="records", double_precision=15))
+    return rows
 
 
 def _rows(groups: list[Group]) -> list[dict[str, object]]:

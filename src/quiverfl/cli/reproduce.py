@@ -17,7 +17,6 @@ from quiverfl.cli.sweep import (
     DryRun,
     Estimated,
     Events,
-    Jobs,
     Methods,
     Out,
     Quiet,
@@ -31,8 +30,23 @@ from quiverfl.cli.sweep import (
     list_cells,
     write_events,
 )
+from quiverfl.cli.where import (
+    Address,
+    BringBack,
+    Cpus,
+    Gpus,
+    Jobs,
+    Memory,
+    On,
+    Place,
+    Sbatch,
+    Submit,
+    where,
+)
 from quiverfl.extras import require
 from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
+from quiverfl.paper.reproduce.rates import Protocol as Whose
+from quiverfl.paper.reproduce.rates import named, rate_settings
 from quiverfl.paper.reproduce.selection import item_cells
 from quiverfl.paper.reproduce.variants import (
     graph_settings,
@@ -58,6 +72,11 @@ class Graph(enum.StrEnum):
     pull = "pull"
 
 
+class Protocol(enum.StrEnum):
+    paper = "paper"
+    tuned = "tuned"
+
+
 class Equal(enum.StrEnum):
     rounds = "rounds"
     participation = "participation"
@@ -66,13 +85,13 @@ class Equal(enum.StrEnum):
 def reproduce(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(ITEMS)}.")],
     scale: Annotated[
-        str, typer.Option(help="small, paper, tiny (a smoke test), or a folder of sweeps.")
+        str, typer.Option(help="small, medium, paper, tiny (a smoke test), or a folder of sweeps.")
     ] = "small",
     methods: Methods = None,
     seeds: Seeds = None,
     cases: Cases = None,
     out: Out = Path("runs"),
-    jobs: Jobs = 2,
+    jobs: Jobs = None,
     stage: Annotated[Stage, typer.Option(help="Which accuracy comes first.")] = Stage.local,
     report: Annotated[Report, typer.Option(help="Which rounds count.")] = Report.last,
     graph: Annotated[
@@ -82,7 +101,25 @@ def reproduce(
         Equal,
         typer.Option(help="participation: server methods get more rounds, to train as often."),
     ] = Equal.rounds,
+    protocol: Annotated[
+        Protocol | None,
+        typer.Option(
+            help="Whose learning rates: the paper's for all methods, or tuned ones. "
+            "The scale's own unless given."
+        ),
+    ] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="Tuned rates: what `quiver tune --write` wrote.")
+    ] = None,
     set_: Settings = None,
+    on: Place = On.local,
+    address: Address = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = 0,
+    memory: Memory = True,
+    bring_back: BringBack = False,
+    submit: Submit = False,
+    sbatch: Sbatch = None,
     dry_run: DryRun = False,
     estimated: Estimated = True,
     retry: Retry = False,
@@ -100,11 +137,14 @@ def reproduce(
     from quiverfl.paper.reproduce.write import Shown  # late: it loads matplotlib
 
     item = find_item(what)
-    wanted = choice(methods, seeds, cases, [*graph_settings(graph.value), *(set_ or ())])
+    whose: Whose | None = None if protocol is None else protocol.value
+    given = [*rate_settings(whose, scale, rates), *graph_settings(graph.value), *(set_ or ())]
+    wanted = choice(methods, seeds, cases, given)
     cells = item_cells(item, scale, wanted, equal is Equal.participation)
     places = Places(out)
     if item.kind != "partition":
-        carry_out(cells, places, jobs, dry_run, estimated, retry, quiet or as_json)
+        place = where(on, cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
+        carry_out(cells, places, place, dry_run, estimated, retry, quiet or as_json)
     if dry_run:
         list_cells(cells, places)
         return
@@ -112,7 +152,8 @@ def reproduce(
         item = trained_as_often(item)
     if scale == "tiny":
         item = smoke_test(item)
-    folder = out / folder_name(what, scale, graph, equal)
+    item = named(item, whose)
+    folder = out / folder_name(what, scale, graph, equal, protocol, rates)
     _write(what, item, cells, places, folder, Shown(stage.value, report.value), as_json)
     if item.kind == "partition":
         return
@@ -122,10 +163,19 @@ def reproduce(
     leave(cells, places)
 
 
-def folder_name(what: str, scale: str, graph: Graph, equal: Equal) -> str:
+def folder_name(
+    what: str,
+    scale: str,
+    graph: Graph,
+    equal: Equal,
+    protocol: Protocol | None = None,
+    rates: Path | None = None,
+) -> str:
     parts = [what, Path(scale).name]
     parts += ["pull"] if graph is Graph.pull else []
     parts += ["equal-participation"] if equal is Equal.participation else []
+    parts += [protocol.value] if protocol is not None else []
+    parts += [rates.stem] if rates is not None else []
     return "-".join(filter(None, parts))
 
 

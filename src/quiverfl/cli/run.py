@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quiverfl.cli.progress import progress
+from quiverfl.callbacks.progress import progress
+from quiverfl.cli import ranks
 from quiverfl.config import Config, load_config
+from quiverfl.distributed.rank_environment import own_rank, speaks, world_size
 from quiverfl.errors import Diverged, QuiverError, Stopped
 from quiverfl.extras import require
 from quiverfl.locks import alone
@@ -29,6 +31,13 @@ Settings = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+RankCount = Annotated[
+    int | None,
+    typer.Option("--ranks", help="Share the clients out to so many processes of this machine."),
+]
+Restarts = Annotated[
+    int, typer.Option("--max-restarts", help="With --ranks: start again if one is killed.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The summary as JSON on standard output.")]
 Stop = Callable[[], bool]
 TERMINATED = 128 + signal.SIGTERM
@@ -43,16 +52,31 @@ def run(
     ] = False,
     quiet: Quiet = False,
     json_: AsJson = False,
+    count: RankCount = None,
+    restarts: Restarts = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would need, on --ranks ranks.")
+    ] = False,
 ) -> None:
     """Run one experiment into a folder of its own."""
     if tensorboard:
         require("tensorboard", "--tensorboard")
     settings = load_config(config, set_ or ())
-    name = f"{config.stem}-{settings.method.name}-{settings.identity()[:8]}"
+    ranks.check_count(count, settings.data.clients)
+    if dry_run:
+        ranks.say_needs(settings, count or 1)
+        return
+    name = f"{config.stem}-{file_name(settings.method.name)}-{settings.identity()[:8]}"
     folder = out or Path("runs") / name
-    _refuse_unfinished(folder)
-    _finish(settings, folder, quiet, json_)
-    if tensorboard:
+    if count is not None and count > 1:
+        _refuse_unfinished(folder)
+        options = [f"--set={text}" for text in set_ or ()] + _flags(quiet, json_)
+        options += ["--tensorboard"] if tensorboard else []
+        ranks.start(count, ["run", str(config), "--out", str(folder), *options], restarts)
+    if world_size() == 1:
+        _refuse_unfinished(folder)
+    finish(settings, folder, quiet, json_)
+    if tensorboard and own_rank() == 0:
         from quiverfl.results.tensorboard import write_events
 
         write_events(folder, folder / "tensorboard")
@@ -62,15 +86,23 @@ def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of an interrupted run.")],
     quiet: Quiet = False,
     json_: AsJson = False,
+    count: RankCount = None,
+    restarts: Restarts = 0,
 ) -> None:
     """Resume an interrupted run; the numbers are those of an uninterrupted one."""
     from quiverfl.run_folder import RunFolder
 
     existing = RunFolder(folder)
+    if own_rank() > 0:  # the folder is rank 0's, and may be on its machine alone
+        finish(None, folder, quiet, json_, continues=True)
+        return
     settings = existing.config()
     if existing.finished() and not (quiet or json_):
         Console(stderr=True).print(f"{folder} is finished already: nothing to resume.")
-    _finish(settings, folder, quiet, json_)
+    ranks.check_count(count, settings.data.clients)
+    if count is not None and count > 1:
+        ranks.start(count, ["resume", str(folder), *_flags(quiet, json_)], restarts)
+    finish(settings, folder, quiet, json_, continues=True)
 
 
 def compare(
@@ -83,6 +115,7 @@ def compare(
     json_: AsJson = False,
 ) -> None:
     """Run several methods on the same data, model and seeds; a table and an HTML report."""
+    from quiverfl.comparison import cells_of, check_cells
     from quiverfl.results.html_report import write_report
     from quiverfl.results.terminal import print_comparison
 
@@ -90,7 +123,8 @@ def compare(
     names = list(METHODS) if methods == "all" else _names(methods)
     numbers = [settings.run.seed] if seeds is None else _numbers(seeds)
     folder = out or Path("runs") / f"{config.stem}-comparison"
-    cells = [_cell(settings, name, seed, len(numbers) > 1) for name in names for seed in numbers]
+    cells = cells_of(settings, names, numbers)
+    check_cells(cells, folder)
     again = "run the same `quiver compare` command again: it continues from the last checkpoints."
     # One comparison at a time: the table and the report are made of all its runs.
     with alone(folder), _told_how_to_continue(lambda: again) as stop:
@@ -109,11 +143,13 @@ def compare(
 def _run_all(
     cells: list[tuple[str, Config]], folder: Path, several: bool, quiet: bool, stop: Stop
 ) -> tuple[dict[str, Any], list[Diverged]]:
+    from quiverfl.comparison import shown_title
+
     summaries: dict[str, Any] = {}
     diverged: list[Diverged] = []
     for label, cell in cells:
         try:
-            shown = _shown(cell, several)
+            shown = shown_title(cell, several)
             summaries[label] = _run(cell, folder / label, shown, quiet, stop)
         except Diverged as error:  # the others are still worth having
             error.run = None  # it and the traceback would keep every state alive
@@ -145,7 +181,14 @@ def methods(json_: AsJson = False) -> None:
     Console().print(table)
 
 
-def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
+def _flags(quiet: bool, json_: bool) -> list[str]:
+    return ["--quiet"] * quiet + ["--json"] * json_
+
+
+def finish(
+    settings: Config | None, folder: Path, quiet: bool, json_: bool, continues: bool = False
+) -> None:
+    """Without settings they are rank 0's."""
     from quiverfl.run_folder import RunFolder
 
     def again() -> str:
@@ -154,7 +197,9 @@ def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
         return f"`quiver resume {folder}` continues from the last checkpoint."
 
     with _told_how_to_continue(again) as stop:
-        summary = _run(settings, folder, method_title(settings.method.name), quiet or json_, stop)
+        summary = _run_anywhere(settings, folder, quiet or json_, stop, continues)
+    if own_rank() > 0:
+        return
     if json_:
         print(json.dumps(summary))
         return
@@ -166,6 +211,16 @@ def _finish(settings: Config, folder: Path, quiet: bool, json_: bool) -> None:
             f"clients, worst 10 % {last['worst10']:.4f} (last round)"
         )
     console.print(f"run folder: [bold]{folder}[/bold]", soft_wrap=True)
+
+
+def _run_anywhere(
+    settings: Config | None, folder: Path, quiet: bool, stop: Stop, continues: bool
+) -> dict[str, Any]:
+    """In this process, or on the ranks that it is one of."""
+    if world_size() > 1:
+        return ranks.run_here(settings, folder, quiet, stop, continues)
+    assert settings is not None
+    return _run(settings, folder, method_title(settings.method.name), quiet, stop)
 
 
 def _run(settings: Config, folder: Path, label: str, quiet: bool, stop: Stop) -> dict[str, Any]:
@@ -202,6 +257,8 @@ def _told_how_to_continue(again: Callable[[], str]) -> Iterator[Stop]:
 
 
 def _say(words: str) -> None:
+    if not speaks():
+        return
     Console(stderr=True, highlight=False).print(escape(words), soft_wrap=True)
 
 
@@ -209,24 +266,9 @@ def _refuse_unfinished(folder: Path) -> None:
     from quiverfl.run_folder import RunFolder
 
     existing = RunFolder(folder)
-    if existing.holds_run() and not existing.finished():
+    if existing.started() and not existing.finished():
         with existing.alone():  # or it is not interrupted: whoever is at work is named
-            pass
-        raise QuiverError(
-            f"{folder} holds an interrupted run: `quiver resume {folder}` continues it; "
-            "to start again choose another --out or delete the folder."
-        )
-
-
-def _cell(settings: Config, name: str, seed: int, several: bool) -> tuple[str, Config]:
-    cell = settings.for_method(name).with_values([("run.seed", seed)])
-    label = file_name(name)
-    return (f"{label}-seed{seed}" if several else label), cell
-
-
-def _shown(cell: Config, several: bool) -> str:
-    title = method_title(cell.method.name)
-    return f"{title}, seed {cell.run.seed}" if several else title
+            existing.refuse_unfinished()
 
 
 def _names(text: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +12,27 @@ import typer
 from rich.console import Console
 
 from quiverfl.cli.overview import describe, overview
+from quiverfl.cli.where import (
+    Address,
+    BringBack,
+    Cpus,
+    Gpus,
+    Jobs,
+    Memory,
+    On,
+    Place,
+    Sbatch,
+    Submit,
+    where,
+)
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.results import numbers
 from quiverfl.sweeps.checks import check_cells
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
-from quiverfl.sweeps.pool import Outcome, check_inputs, check_jobs, cores, pending, run_cells
+from quiverfl.sweeps.pool import check_inputs, pending
+from quiverfl.sweeps.where import Outcome, Where
 
 
 class Stage(enum.StrEnum):
@@ -26,7 +40,6 @@ class Stage(enum.StrEnum):
     mixed = "mixed"
 
 
-Jobs = Annotated[int, typer.Option(help="Cells at a time; the cores are split among them.")]
 Out = Annotated[Path, typer.Option(help="Folder; sweeps in the same one share finished cells.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value for every cell.")
@@ -47,12 +60,20 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file with a base and a grid.")],
-    jobs: Jobs = 2,
+    jobs: Jobs = None,
     out: Out = Path("runs"),
     methods: Methods = None,
     seeds: Seeds = None,
     cases: Cases = None,
     set_: Settings = None,
+    on: Place = On.local,
+    address: Address = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = 0,
+    memory: Memory = True,
+    bring_back: BringBack = False,
+    submit: Submit = False,
+    sbatch: Sbatch = None,
     dry_run: DryRun = False,
     estimated: Estimated = True,
     retry: Retry = False,
@@ -68,7 +89,8 @@ def sweep(
         require("tensorboard", "--tensorboard")
     plan = load_sweep(file, choice(methods, seeds, cases, set_))
     places = Places(out)
-    carry_out(plan.cells, places, jobs, dry_run, estimated, retry, quiet or as_json)
+    place = where(on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
+    carry_out(plan.cells, places, place, dry_run, estimated, retry, quiet or as_json)
     rows = cell_rows(plan, places)
     if as_json:
         typer.echo(json.dumps(rows))
@@ -99,14 +121,18 @@ def choice(
 def carry_out(
     cells: Sequence[Cell],
     places: Places,
-    jobs: int,
+    place: Where,
     dry_run: bool,
     estimated: bool,
     retry: bool,
     quiet: bool,
+    until: Mapping[str, int] | None = None,
 ) -> list[Outcome]:
-    """Say how much there is to do, do it, and show it meanwhile."""
-    check_jobs(jobs)
+    """Say how much there is to do, do it, and show it meanwhile.
+
+    `until` has rounds, by the names of cells, that are enough for now. The command ends here if
+    others do it later.
+    """
     check_inputs(cells, places)
     todo = pending(cells, places, retry)
     absent = check_cells(todo)
@@ -117,26 +143,34 @@ def carry_out(
     console.print(f"{len(names)} cells, {len(names) - len(todo)} of them done before.")
     for reason, of in absent.items():
         console.print(f"{len(of)} of them cannot run yet: {reason}", markup=False, soft_wrap=True)
-    seconds: dict[str, float | None] = {}
-    if estimated and todo:
-        seconds = _estimate(todo, cells, places, jobs, console, absent)
-    if dry_run or not todo:
+    if not todo:
         return []
     try:
-        with overview(todo, seconds, quiet) as watcher:
-            return run_cells(todo, places, jobs, watcher)
+        with place:
+            seconds: dict[str, float | None] = {}
+            if estimated:
+                seconds = _estimate(todo, cells, places, place, console, absent, until)
+            if dry_run:
+                return []
+            with overview(todo, seconds, quiet) as watcher:
+                outcomes = place.run(todo, places, watcher, until)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command resumes from the checkpoints.")
         raise
+    if place.handed_over:
+        console.print(place.handed_over, markup=False, soft_wrap=True)
+        raise typer.Exit
+    return outcomes
 
 
 def _estimate(
     todo: Sequence[Cell],
     cells: Sequence[Cell],
     places: Places,
-    jobs: int,
+    place: Where,
     console: Console,
     said: Container[str],
+    until: Mapping[str, int] | None = None,
 ) -> dict[str, float | None]:
     from quiverfl.sweeps.estimate import estimate
 
@@ -145,8 +179,9 @@ def _estimate(
             todo,
             places,
             cells,
-            max(1, cores() // jobs),
+            place.threads,
             lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …"),
+            until,
         )
     unknown = f"; {found.unknown} cells could not be estimated" if found.unknown else ""
     if found.unknown == len(todo):
@@ -154,7 +189,7 @@ def _estimate(
         console.print(f"How long it will take could not be estimated. {reason}".rstrip())
         return found.seconds
     console.print(
-        f"about {numbers.duration(found.total(jobs))} with {jobs} at a time "
+        f"about {numbers.duration(found.total(place.at_a_time))} with {place.at_a_time} at a time "
         f"({found.trials} short trials, {found.measured} cells judged by earlier runs{unknown})."
     )
     return found.seconds

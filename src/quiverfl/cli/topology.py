@@ -58,6 +58,9 @@ def show(
     probability: Annotated[float | None, typer.Option(help="Of a link (erdos_renyi).")] = None,
     seed: Annotated[int | None, typer.Option(help="Of random graphs.")] = None,
     participation: Annotated[float | None, typer.Option(help="Fraction online.")] = None,
+    link_failure: Annotated[
+        float | None, typer.Option(help="Probability that a one-way link fails in a round.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="option=value, for any other option.")
     ] = None,
@@ -79,6 +82,7 @@ def show(
         "probability": probability,
         "seed": seed,
         "participation": participation,
+        "link_failure": link_failure,
         "static": static or None,
     }
     options = {option: value for option, value in given.items() if value is not None}
@@ -132,7 +136,8 @@ def _described(name: str) -> dict[str, Any]:
 def _with_mass() -> list[str]:
     from quiverfl.methods import METHODS
 
-    return [name for name, method in METHODS.items() if getattr(method, "mass", None)]
+    made = {name: make() for name, make in METHODS.items()}
+    return [name for name, m in made.items() if m.mass is not None or m.topology == "isolated"]
 
 
 def _table(report: TopologyReport) -> Table:

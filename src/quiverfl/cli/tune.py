@@ -16,7 +16,6 @@ from rich.table import Table
 from quiverfl.cli.sweep import (
     Cases,
     Estimated,
-    Jobs,
     Methods,
     Out,
     Quiet,
@@ -27,8 +26,23 @@ from quiverfl.cli.sweep import (
     choice,
     leave,
 )
+from quiverfl.cli.tune_race import run_race
+from quiverfl.cli.where import (
+    Address,
+    BringBack,
+    Cpus,
+    Gpus,
+    Jobs,
+    Memory,
+    On,
+    Place,
+    Sbatch,
+    Submit,
+    where,
+)
 from quiverfl.methods import method_title
 from quiverfl.results.numbers import NOTHING
+from quiverfl.results.output_files import replace_file
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import load_sweep
 
@@ -38,27 +52,43 @@ if TYPE_CHECKING:
 
 def tune(
     file: Annotated[Path, typer.Argument(help="A sweep whose data sets a validation part aside.")],
-    jobs: Jobs = 2,
+    jobs: Jobs = None,
     out: Out = Path("runs"),
     methods: Methods = None,
     seeds: Seeds = None,
     cases: Cases = None,
     set_: Settings = None,
+    on: Place = On.local,
+    address: Address = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = 0,
+    memory: Memory = True,
+    bring_back: BringBack = False,
+    submit: Submit = False,
+    sbatch: Sbatch = None,
     stage: Annotated[Stage, typer.Option(help="The stage that is judged.")] = Stage.local,
     estimated: Estimated = True,
     quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="All tries as JSON.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the overrides here: `reproduce --rates` reads them.")
+    ] = None,
 ) -> None:
     """Run every try, and print the best of each method as overrides for a configuration.
 
     Tries are judged by the last evaluated round, on samples set aside from the training data;
-    over several cases by their mean.
+    over several cases by their mean. A sweep with a section [tuning] drops the worse tries early,
+    repeats with further seeds what is too close to tell, and says what stays inside the noise.
     """
     from quiverfl.sweeps.tuning import as_overrides, tuned
 
     plan, places = load_sweep(file, choice(methods, seeds, cases, set_)), Places(out)
     tuned(plan.cells, places, stage.value, "last")  # refuses test data before anything runs
-    carry_out(plan.cells, places, jobs, False, estimated, False, quiet or as_json)
+    place = where(on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
+    if plan.tuning is not None:
+        run_race(plan, places, stage.value, place, estimated, quiet, as_json, write)
+        return
+    carry_out(plan.cells, places, place, False, estimated, False, quiet or as_json)
     found = tuned(plan.cells, places, stage.value, "last")
     if as_json:
         typer.echo(json.dumps([_row(one) for one in found]))
@@ -68,6 +98,8 @@ def tune(
         if len({len(one.tries) for one in found}) > 1:
             console.print("The methods had different numbers of tries.", style="bold")
         typer.echo(as_overrides(found))
+    if write is not None:
+        replace_file(write, as_overrides(found).encode())
     # That a try diverges is an answer; that one could not be run is not.
     leave([cell for cell in plan.cells if places.state(cell) != "diverged"], places)
 

@@ -77,11 +77,7 @@ def plan(
 
     Without a number of epochs: `at_most` steps, of as many epochs as that takes.
     """
-    batch = sizes if batch_size is None else np.minimum(batch_size, sizes)
-    per_epoch = -(-sizes // batch)
-    if epochs is None:
-        assert at_most is not None
-        epochs = -(-at_most // per_epoch)
+    batch, per_epoch, epochs = _rhythm(epochs, sizes, batch_size, at_most)
     steps = epochs * per_epoch
     count, width = int(steps.max(initial=0)), int(batch.max())
     samples = np.zeros((len(clients), count, width), dtype=np.int64)
@@ -93,13 +89,41 @@ def plan(
         client, place = np.nonzero(inside & (epoch < epochs)[:, None])
         at = step[client, place] + epoch * per_epoch[client]
         samples[client, at, slot[client, place]] = visits[client, place]
-    index = np.arange(count)
+    counts = _counts(steps, sizes, batch, per_epoch)
+    whole = Plan(samples, counts, np.arange(count) // per_epoch[:, None], steps)
+    return whole if at_most is None else whole.first(at_most)
+
+
+def batch_counts(
+    epochs: Integers | None, sizes: Integers, batch_size: int | None, at_most: int | None = None
+) -> Integers:
+    """How many samples every step of every client has, as `plan` lays them out; 0 after the last.
+
+    It takes no data, so it can be known of clients whose examples are elsewhere.
+    """
+    batch, per_epoch, epochs = _rhythm(epochs, sizes, batch_size, at_most)
+    return _counts(epochs * per_epoch, sizes, batch, per_epoch)[:, :at_most]
+
+
+def _rhythm(
+    epochs: Integers | None, sizes: Integers, batch_size: int | None, at_most: int | None
+) -> tuple[Integers, Integers, Integers]:
+    """A whole batch, batches per epoch, and epochs, each per client."""
+    batch = sizes if batch_size is None else np.minimum(batch_size, sizes)
+    per_epoch = -(-sizes // batch)
+    if epochs is None:
+        assert at_most is not None
+        epochs = -(-at_most // per_epoch)
+    return batch, per_epoch, epochs
+
+
+def _counts(steps: Integers, sizes: Integers, batch: Integers, per_epoch: Integers) -> Integers:
+    index = np.arange(int(steps.max(initial=0)))
     last = index % per_epoch[:, None] == per_epoch[:, None] - 1
     rest = (sizes - (per_epoch - 1) * batch)[:, None]
-    counts = np.where(last, rest, batch[:, None])
+    counts: Integers = np.where(last, rest, batch[:, None])
     counts[index >= steps[:, None]] = 0
-    whole = Plan(samples, counts, index // per_epoch[:, None], steps)
-    return whole if at_most is None else whole.first(at_most)
+    return counts
 
 
 def _orders(

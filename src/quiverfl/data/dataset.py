@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quiverfl.card import Shown, shape, whole
 from quiverfl.errors import QuiverError
 
 Integers = npt.NDArray[np.int64]
@@ -20,8 +21,8 @@ IDS = (np.int32, np.int64)
 """Kept as given: an embedding takes both."""
 
 
-@dataclass(frozen=True, eq=False)
-class Dataset:
+@dataclass(frozen=True, eq=False, repr=False)
+class Dataset(Shown):
     """Examples for training and testing, in the source's own order.
 
     Labels are 0 … classes - 1; their names are these numbers unless given. `mean` and `std` are
@@ -80,6 +81,19 @@ class Dataset:
             raise QuiverError(
                 f"{self.name}: {len(self.class_names)} class names for {self.classes} classes."
             )
+
+    def title(self) -> str:
+        return f"Dataset {self.name}"
+
+    def facts(self) -> dict[str, str]:
+        owners = 0 if self.train_owner is None else len(np.unique(self.train_owner))
+        return {
+            "train": whole(len(self.train_y)),
+            "test": whole(len(self.test_y)),
+            "inputs": f"{shape(self.input_shape)} ({self.train_x.dtype})",
+            "classes": whole(self.classes),
+            **({"owners": whole(owners)} if owners else {}),
+        }
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -7,14 +7,15 @@ several tensors (a dictionary of ids and a mask, a tuple) are a tree of such ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quiverfl.card import Shown, between, shape, whole
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
 from quiverfl.data.dataset import Dataset, Inputs, Integers
 from quiverfl.data.partition import Partition
@@ -59,8 +60,8 @@ class Split:
         return _joined([self.of(client) for client in clients])
 
 
-@dataclass(frozen=True, eq=False)
-class FederatedData:
+@dataclass(frozen=True, eq=False, repr=False)
+class FederatedData(Shown):
     """Training and test examples per client; how inputs are prepared and augmented.
 
     `names` says who the clients are, where that is known.
@@ -74,6 +75,8 @@ class FederatedData:
     names: tuple[str, ...] = ()
     normalize: Prepare | None = None
     """What was done to the inputs before they came here: a model in use must do it, too."""
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """How `partition` made it, as [data] of a configuration says it; empty for one's own arrays."""
 
     @classmethod
     def from_arrays(
@@ -90,6 +93,12 @@ class FederatedData:
 
         Either may be a dictionary or tuple of arrays with the same number of rows.
         """
+        for part, pairs in (("train", train), ("test", test)):
+            if not isinstance(pairs, list | tuple):
+                raise QuiverError(
+                    f"{part} is a {type(pairs).__name__}: give a list with one (x, y) pair per "
+                    "client (an empty test pair is allowed)."
+                )
         if len(train) != len(test):
             raise QuiverError(
                 f"train has {len(train)} clients and test has {len(test)}: give one (x, y) pair "
@@ -113,6 +122,16 @@ class FederatedData:
     def clients(self) -> int:
         return self.train.clients
 
+    def facts(self) -> dict[str, str]:
+        sizes, tests = self.train.sizes, self.test.sizes
+        return {
+            "clients": whole(self.clients),
+            "training examples each": between(sizes.min(), sizes.max()),
+            "test examples each": between(tests.min(), tests.max()),
+            "inputs": _inputs(self.train.x),
+            "classes": "none" if self.classes is None else whole(self.classes),
+        }
+
     def only(self, clients: Sequence[int]) -> FederatedData:
         """The data of some clients, renumbered from 0: what one shard or one peer holds."""
         names = tuple(self.names[client] for client in clients) if self.names else ()
@@ -125,6 +144,14 @@ def _joined(parts: Sequence[tuple[Tree, Tree]]) -> Split:
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     x, y = (mapped(lambda *rows: torch.cat(rows), *trees) for trees in zip(*parts, strict=True))
     return Split(x, y, offsets)
+
+
+def _inputs(x: Any) -> str:
+    """The shape of one example; of a tree of tensors, its parts."""
+    if isinstance(x, Tensor):
+        return f"{shape(tuple(x.shape[1:]))} ({str(x.dtype).removeprefix('torch.')})"
+    parts = x.items() if isinstance(x, Mapping) else enumerate(x)
+    return ", ".join(f"{name}: {_inputs(part)}" for name, part in parts)
 
 
 def _end_to_end(name: str, pairs: Sequence[tuple[Any, Any]]) -> Split:
@@ -153,18 +180,27 @@ def _pair(where: str, pair: Any) -> tuple[Any, Any]:
 
 
 def _tensors(where: str, part: Any) -> Tree:
-    def tensor(leaf: Any) -> Tensor:
-        try:
-            return torch.as_tensor(leaf)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise QuiverError(f"{where}: a {type(leaf).__name__} is no array: {error}") from error
-
     several = isinstance(part, tuple) and any(hasattr(leaf, "__getitem__") for leaf in part)
     if isinstance(part, dict):
         return {str(key): _tensors(where, leaf) for key, leaf in part.items()}
     if several:
         return tuple(_tensors(where, leaf) for leaf in part)
-    return tensor(part)  # a list is rows
+    return _tensor(where, part)  # a list is rows
+
+
+def _tensor(where: str, part: Any) -> Tensor:
+    kind = getattr(part, "dtype", None)
+    text = kind is not None and getattr(kind, "kind", "") in ("U", "O")
+    if text or (isinstance(part, list) and part and isinstance(part[0], str)):
+        raise QuiverError(
+            f"{where}: text or objects ({kind or 'str'}): give numbers; labels that are text become"
+            " numbers with names, y = numpy.unique(labels, return_inverse=True)."
+        )
+    try:
+        return torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        said = str(error).rstrip(". ")
+        raise QuiverError(f"{where}: a {type(part).__name__} is no array: {said}.") from error
 
 
 def _check_rows(where: str, x: Tree, y: Tree) -> int:
@@ -233,11 +269,15 @@ class Normalize:
     std: tuple[float, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        unit = 255.0 if x.dtype == torch.uint8 else 1.0
         shape = (1, -1, *(1 for _ in x.shape[2:]))
-        scale = torch.tensor([1 / (unit * std) for std in self.std], device=x.device)
-        shift = torch.tensor(self.black, device=x.device)
-        return x.to(torch.float32) * scale.float().view(shape) + shift.float().view(shape)
+        factors = self.factors(255.0 if x.dtype == torch.uint8 else 1.0)
+        scale, shift = (factor.to(x.device).view(shape) for factor in factors)
+        return x.to(torch.float32) * scale + shift
+
+    def factors(self, unit: float) -> tuple[Tensor, Tensor]:
+        """(scale, shift) per channel for inputs on the scale of [0, unit]."""
+        scale = torch.tensor([1 / (unit * std) for std in self.std])
+        return scale.float(), torch.tensor(self.black).float()
 
     @property
     def black(self) -> tuple[float, ...]:

@@ -91,11 +91,15 @@ def state_record(shard: Shard, settings: RunSettings, round: int) -> dict[str, A
     return record
 
 
+def consensus_width(clients: int, element_size: int) -> int:
+    """Columns that are looked at together."""
+    return max(1, 4_000_000 // max(1, clients * element_size))
+
+
 def consensus_distance(shared: Tensor, mass: Tensor | None) -> float:
     """(1/m) Σ_i ‖z_i - z̄‖², over columns in chunks so that z is never stored whole."""
     total = 0.0
-    clients = len(shared)
-    width = max(1, 4_000_000 // max(1, clients * shared.element_size()))
+    width = consensus_width(len(shared), shared.element_size())
     for begin in range(0, shared.shape[1], width):
         z = shared[:, begin : begin + width]
         if mass is not None:

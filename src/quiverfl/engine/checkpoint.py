@@ -95,7 +95,7 @@ class Checkpoint:
         text = {
             "round": self.round,
             "sha256": digest,
-            "local_metrics": {str(row): m for row, m in self.local_metrics.items()},
+            "local_metrics": {str(row): m for row, m in sorted(self.local_metrics.items())},
         }
         replace(path, json.dumps(text).encode())
         return path

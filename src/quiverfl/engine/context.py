@@ -20,11 +20,28 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Company:
+    """All clients that one process would compute together, wherever they are, in their order.
+
+    How many examples they have decides how far batches are padded, and so the last bits of sums.
+    """
+
+    train: Integers
+    test: Integers
+    epochs: Integers | None
+    """Each client's own, where they are not the phase's."""
+
+
+@dataclass(frozen=True)
 class Group:
-    """Clients computed together: their rows in the shard and their numbers in the federation."""
+    """Clients computed together: their rows in the shard and their numbers in the federation.
+
+    `company` is given where some of those who belong to the group are on other ranks.
+    """
 
     rows: Integers
     ids: Integers
+    company: Company | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,11 @@ class PhaseContext:
     rounds: int
     draws: bool = False
     """Whether the model draws random numbers in training, as dropout does."""
+    _template: Program = field(init=False)
     _programs: dict[tuple[int, int], Program] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._template = Program.of(self.task, self.dtype, self.device)
 
     def draw_keys(self, clients: Integers, place: Place, step: int) -> Tensor | None:
         """What the clients' models draw from in a step, [clients]; None if they draw nothing."""
@@ -63,8 +84,6 @@ class PhaseContext:
         """The worker's own, as a module can be bound to one model at a time."""
         here = (worker_place(), slot)
         if here not in self._programs:
-            first = next(iter(self._programs.values()), None)
-            self._programs[here] = (
-                Program.of(self.task, self.dtype, self.device) if first is None else first.another()
-            )
+            # Of one that nobody computes on: a copy made meanwhile would be of a model in use.
+            self._programs[here] = self._template.another()
         return self._programs[here]

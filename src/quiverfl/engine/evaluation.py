@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.context import Group
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program, flat
 from quiverfl.engine.workers import stop_if_halted
@@ -31,19 +32,21 @@ def metrics_of(
     executor: Executor,
     examples: Examples,
     point: Point,
-    rows: Integers,
+    group: Group,
 ) -> Metrics:
     """Metrics and loss over each client's own samples; NaN for a client without any."""
+    rows = group.rows
     sizes = examples.sizes[rows]
+    everyone = sizes if group.company is None else group.company.test
     tallies = {
         name: _tally(metric, len(rows))
         for name, metric in {**task.metrics, "loss": task.loss}.items()
     }
-    slab = min(SLAB, max(1, TOGETHER // max(1, len(rows))))
+    slab = min(SLAB, max(1, TOGETHER // max(1, len(everyone))))
     for begin in range(0, int(sizes.max(initial=0)), slab):
         stop_if_halted()
         here = np.flatnonzero(sizes > begin)
-        width = int(min(sizes[here].max() - begin, slab))
+        width = int(min(everyone.max() - begin, slab))
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
         x, y = examples.gather(rows[here], samples)

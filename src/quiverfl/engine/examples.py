@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.federated import FederatedData, Split
+from quiverfl.engine.byte_images import ByteImages
 from quiverfl.seeds import Hashes
 from quiverfl.trees import Tree, mapped
 
@@ -20,7 +21,11 @@ class Examples:
     """One split. Inputs that are floats already are cast once; others when they are gathered."""
 
     def __init__(
-        self, split: Split, data: FederatedData, dtype: torch.dtype, device: torch.device
+        self,
+        split: Split,
+        data: FederatedData,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         def cast(tensor: Tensor, prepared: bool = True) -> Tensor:
             whole = tensor.is_floating_point() and prepared
@@ -30,6 +35,14 @@ class Examples:
         self._split = replace(split, x=x, y=mapped(cast, split.y))
         self._prepare, self._augment = data.prepare, data.augment
         self._dtype, self._device = dtype, device
+        self._data = data
+        self._images: ByteImages | None = None
+
+    def laid_out(self, image_format: torch.memory_format) -> Examples:
+        """The same, which hands images over in this format; numbers do not depend on it."""
+        if isinstance(self._split.x, Tensor):
+            self._images = ByteImages.of(self._split.x, self._data, self._dtype, image_format)
+        return self
 
     @property
     def sizes(self) -> Integers:
@@ -43,8 +56,8 @@ class Examples:
         self, rows: Integers, samples: Integers, keys: Hashes | None = None
     ) -> tuple[Tree, Tree]:
         """Inputs and targets [k, n, …] of the samples [k, n] of the clients in these rows."""
-        places = torch.from_numpy((self._split.offsets[rows][:, None] + samples).ravel())
-        places = places.to(self._device)
+        flat = (self._split.offsets[rows][:, None] + samples).ravel()
+        places = torch.from_numpy(flat).to(self._device)
 
         def taken(leaf: Tensor) -> Tensor:
             return leaf.index_select(0, places)
@@ -52,7 +65,10 @@ class Examples:
         def shaped(leaf: Tensor) -> Tensor:
             return leaf.view(*samples.shape, *leaf.shape[1:])
 
-        x = self._ready(mapped(taken, self._split.x), keys)
+        if self._images is not None:
+            x: Tree = self._images.take(flat, keys)
+        else:
+            x = self._ready(mapped(taken, self._split.x), keys)
         return mapped(shaped, x), mapped(lambda leaf: shaped(taken(leaf)), self._split.y)
 
     def _ready(self, x: Tree, keys: Hashes | None) -> Tree:

@@ -1,7 +1,8 @@
-"""Who computes mixed_i = Σ_j P[i, j] · message_j. Here: one process that holds every client."""
+"""Who computes mixed_i = Σ_j P[i, j] · message_j: the product of all rows, and what is late."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ from quiverfl.topologies.topology import offline
 
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
+Product = Callable[[Graph, Tensor], Tensor]
+"""(graph, the messages of the rows that are here) → what those rows receive."""
 
 
 class Exchange(Protocol):
@@ -32,15 +35,19 @@ class Exchange(Protocol):
 
 
 class MatrixExchange:
-    """All clients in one place: a matrix product per leaf, in place where nothing is late.
+    """A matrix product per leaf, in place where nothing is late. All clients are in one place,
+    unless `rows` are the ones that are here and `product` has the others' messages brought.
 
     With a delay τ a client has its own share of round t at once and the others' shares of round
     t - τ; before round τ nothing arrives from others. Shares for a client that is offline when
     they are due wait for the next round in which it is there.
     """
 
-    def __init__(self, delay: int = 0) -> None:
-        self._delay = delay
+    def __init__(
+        self, delay: int = 0, product: Product = mix, rows: Integers | None = None
+    ) -> None:
+        self._delay, self._product = delay, product
+        self._rows = slice(None) if rows is None else rows
         self._due: dict[int, Message] = {}
         self._waiting: Message = {}
         self._mixed: Message = {}
@@ -50,12 +57,12 @@ class MatrixExchange:
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         if self._delay == 0:
-            self._mixed = {name: mix(graph, leaf) for name, leaf in outbox.items()}
+            self._mixed = {name: self._product(graph, leaf) for name, leaf in outbox.items()}
             return
-        own = torch.from_numpy(graph.sparse.diagonal())
+        own = torch.from_numpy(graph.sparse.diagonal()[self._rows])
         others = _without_diagonal(graph)
         self._due[round + self._delay] = {
-            name: mix(others, leaf.clone()) for name, leaf in outbox.items()
+            name: self._product(others, leaf.clone()) for name, leaf in outbox.items()
         }
         self._mixed = {name: leaf * _like(own, leaf) for name, leaf in outbox.items()}
         self._deliver(self._due.pop(round, {}), offline(graph))
@@ -69,7 +76,7 @@ class MatrixExchange:
                 continue
             total = share if waiting is None else waiting if share is None else share + waiting
             assert total is not None
-            absent = _like(torch.from_numpy(away.astype(np.float64)), total)
+            absent = _like(torch.from_numpy(away[self._rows].astype(np.float64)), total)
             leaf.add_(total * (1 - absent))
             if away.any():
                 self._waiting[name] = total * absent

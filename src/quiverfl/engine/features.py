@@ -1,23 +1,20 @@
 """A head on a frozen body may be trained on the body's features, computed once.
 
 They cannot change during the phase, unless inputs are augmented at every visit. That holds only for
-a model that is body → head → output, which is proven from one call of the model and not guessed:
-
-- the head is called once, with one tensor, and what the model returns is the very tensor that the
-  head returned, unchanged in place: nothing follows the head;
-- no parameter of the head is in the graph that made the features, and with every parameter of the
-  head NaN the features are still numbers: the body does not read the head;
-- in training the features are the same as in use;
-- the head alone, given the features, says what the model says.
+a model that is body → head → output, which is proven from the graph of its call and not guessed:
+the model is traced symbolically; its head is called once, with one tensor; what that call returns
+is returned by the model and used by nothing else; and nothing outside of the head reads a parameter
+that is in it. A model that cannot be traced, such as one that branches on values, has no proof.
 """
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor, fx, nn
 
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program
@@ -38,9 +35,16 @@ class HeadFeatures:
 
     @classmethod
     def of(
-        cls, executor: Executor, program: Program, examples: Examples, point: Point, rows: Integers
+        cls,
+        executor: Executor,
+        program: Program,
+        examples: Examples,
+        point: Point,
+        rows: Integers,
+        most: int | None = None,
     ) -> HeadFeatures:
-        width = int(examples.sizes[rows].max())
+        """`most` is the size of the largest client of the company, unless it is one of these."""
+        width = int(examples.sizes[rows].max()) if most is None else most
         samples = np.minimum(np.arange(width), examples.sizes[rows][:, None] - 1)
         parts, targets = [], []
         for begin in range(0, width, BATCH):
@@ -57,57 +61,54 @@ class HeadFeatures:
         return self._x[places, index], mapped(lambda leaf: leaf[places, index], self._y)
 
 
-def head_is_last(program: Program, point: Point, x: Tree) -> bool:
-    """Whether the model is body → head → output, from calls with one client's model and inputs."""
-    if program.head is None or not program.personal.names:
+def head_is_last(module: nn.Module, head: str | None) -> bool:
+    """Whether the model is body → head → output, proven from its graph."""
+    if head is None:
         return False
-    named = {name: tensor.detach().clone() for name, tensor in program.named(point).items()}
-    for name in program.personal.names:
-        named[name].requires_grad_()
-    program.module.eval()
-    call = _watched(program, named, x)
-    if call is None:
-        return False
-    outputs, features = call
-    personal = [named[name] for name in program.personal.names]
-    if features.requires_grad:
-        found = torch.autograd.grad(features.sum(), personal, allow_unused=True, retain_graph=True)
-        if any(gradient is not None for gradient in found):
-            return False
-    poisoned = {name: tensor.detach() for name, tensor in named.items()}
-    for name in program.personal.names:
-        poisoned[name] = torch.full_like(poisoned[name], float("nan"))
-    again = _watched(program, poisoned, x)
-    if again is None or not torch.equal(again[1], features.detach()):
-        return False
-    program.module.train()
-    trained = _watched(program, named, x)
-    program.module.eval()
-    if trained is None or not torch.equal(trained[1], features):
-        return False
-    alone = program.head_alone()
-    with torch.no_grad():
-        head = alone.personal.split(point.personal)
-        return torch.equal(functional_call(alone.module, head, (features,)), outputs.detach())
-
-
-def _watched(program: Program, named: dict[str, Tensor], x: Tree) -> tuple[Tensor, Tensor] | None:
-    """(outputs, features) if the head was called once with one tensor and its output returned."""
-    returned: list[tuple[object, int]] = []
-
-    def note(_: nn.Module, __: object, output: object) -> None:
-        returned.append((output, output._version if isinstance(output, Tensor) else 0))
-
-    assert program.head is not None
-    hook = program.module.get_submodule(program.head).register_forward_hook(note)
+    own = copy.deepcopy(module)
     try:
-        with program._captured() as calls:
-            outputs = program.outputs(named, x)
-    finally:
-        hook.remove()
-    if len(calls) != 1 or calls[0] is None or len(returned) != 1:
-        return None
-    output, version = returned[0]
-    if not isinstance(outputs, Tensor) or output is not outputs or outputs._version != version:
-        return None
-    return outputs, calls[0]
+        training, graph = (
+            _Tracer(own.get_submodule(head)).trace(own.train(m)) for m in (True, False)
+        )
+    except Exception:  # whatever the model does that cannot be traced: there is no proof then
+        return False
+    if str(training) != str(graph):  # it computes something else in training
+        return False
+    nodes = list(graph.nodes)
+    calls = [node for node in nodes if node.op == "call_module" and node.target == head]
+    result = next(node for node in nodes if node.op == "output").args[0]
+    if len(calls) != 1 or result is not calls[0] or len(calls[0].users) != 1:
+        return False
+    given = calls[0].args
+    if len(given) != 1 or calls[0].kwargs or not isinstance(given[0], fx.Node):
+        return False
+    reads = any(_inside(str(node.target), head) for node in nodes if node.op == "get_attr")
+    below = any(_below(str(node.target), head) for node in nodes if node.op == "call_module")
+    return not reads and not below and not _shares_parameters(module, head)
+
+
+class _Tracer(fx.Tracer):
+    """The head is one node of the graph, whatever is in it."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self._head = head
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m is self._head or super().is_leaf_module(m, module_qualified_name)
+
+
+def _shares_parameters(module: nn.Module, head: str) -> bool:
+    """Whether a parameter of the head is one of the body, too."""
+    places: dict[int, set[bool]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), set()).add(_below(name, head))
+    return any(len(found) > 1 for found in places.values())
+
+
+def _below(name: str, head: str) -> bool:
+    return name.startswith(head + ".")
+
+
+def _inside(name: str, head: str) -> bool:
+    return name == head or _below(name, head)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.model_checks import check_model
 from quiverfl.engine.settings import RunSettings
-from quiverfl.errors import QuiverError, QuiverWarning
-from quiverfl.methods.contract import Interleaved, Method, Once, Phase, Train
+from quiverfl.errors import QuiverError, QuiverWarning, nearest
+from quiverfl.methods.contract import (
+    Interleaved,
+    Lookahead,
+    Loss,
+    Method,
+    Once,
+    Part,
+    Phase,
+    Train,
+)
 from quiverfl.task import Task
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology, keeps_a_share
 from quiverfl.training import Training
 
 DECLARED = ("name", "title", "topology", "mass", "delay", "unused")
+PHASES = (Train, Once, Interleaved)
 FUNCTIONS = ("init", "phases", "message", "merge", "personal")
 
 
@@ -27,24 +38,34 @@ def check_fit(
     topology: Topology,
     training: Training,
     settings: RunSettings,
+    clients: int | None = None,
 ) -> None:
-    """Everything that can be known before the first round."""
+    """Everything that can be known before the first round.
+
+    `clients` is how many there are, where `data` is that of some of them.
+    """
     _check_kinds(task, data, method, topology, training)
     declared(method)
-    if topology.clients != data.clients:
+    clients = data.clients if clients is None else clients
+    if topology.clients != clients:
         raise QuiverError(
-            f"the topology has {topology.clients} clients and the data {data.clients}: "
+            f"the topology has {topology.clients} clients and the data {clients}: "
             "they must be the same."
         )
     epochs = settings.epochs_per_client
-    if epochs is not None and len(epochs) != data.clients:
+    if epochs is not None and len(epochs) != clients:
         raise QuiverError(
-            f"epochs_per_client has {len(epochs)} entries for {data.clients} clients: one each."
+            f"epochs_per_client has {len(epochs)} entries for {clients} clients: one each."
         )
     check_phases(method, method.phases(task), epochs is not None)
+    for phase in method.phases(task):
+        phase_settings(phase, training)
     fitting(method, topology(0))
     check_model(task, data, settings.executor)
     for key in method.unused:
+        if not hasattr(training, key):
+            known = nearest(key, Training.__dataclass_fields__)
+            raise QuiverError(f"{method.title}: unused = {key!r}: no key of [training]; {known}")
         if getattr(training, key) != getattr(Training(), key):
             text = f"{method.title} has no use for training.{key} = {getattr(training, key)}."
             warnings.warn(text, QuiverWarning, stacklevel=3)
@@ -52,12 +73,28 @@ def check_fit(
 
 def declared(method: Any) -> None:
     """Refuse an object that lacks a part of what a method is."""
+    _misspelt(method)
     for name in (*DECLARED, *FUNCTIONS):
         if not hasattr(method, name):
             what = "declares no" if name in DECLARED else "has no function"
             raise QuiverError(
                 f"{type(method).__name__} {what} {name!r}: a method inherits quiverfl.Method, "
                 "which has the defaults, and defines the rest (docs/add-a-method.md)."
+            )
+
+
+def _misspelt(method: Any) -> None:
+    """A name that is nearly one the engine looks for would be passed over without a word."""
+    known = (*DECLARED, *FUNCTIONS, "adapt", "payload")
+    fields = set(getattr(method, "__dataclass_fields__", ()))
+    for name in {name for kind in type(method).__mro__ for name in vars(kind)}:
+        if name.startswith("_") or name in known or name in fields:
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        if close:
+            raise QuiverError(
+                f"{type(method).__name__} has {name!r}, which nobody looks for: did you mean "
+                f"{close[0]!r}?"
             )
 
 
@@ -77,6 +114,10 @@ def fitting(method: Method, graph: Graph) -> Graph:
             "random_regular, star or another row-stochastic topology, or a push-sum method "
             "(dfedpgp, osgp)."
         )
+    if not isinstance(method.delay, int) or method.delay < 0:
+        raise QuiverError(
+            f"{method.title}: delay = {method.delay!r}: it must be a whole number ≥ 0."
+        )
     if method.mass is None and method.delay:
         raise QuiverError(
             f"{method.title} carries no push-sum mass, so a delay of {method.delay} would shrink "
@@ -91,9 +132,13 @@ def fitting(method: Method, graph: Graph) -> Graph:
     return graph
 
 
-def check_phases(method: Method, phases: Iterable[Phase], unequal_epochs: bool) -> None:
+def check_phases(method: Method, phases: Sequence[Phase], unequal_epochs: bool) -> None:
     """Refuse phases that say too little, too much, or what nobody would carry out."""
-    phases = tuple(phases)
+    if not isinstance(phases, tuple | list) or not all(isinstance(p, PHASES) for p in phases):
+        raise QuiverError(
+            f"{method.title}: phases returned {phases!r}; it must return a tuple of Train, Once or "
+            "Interleaved, such as (train,) with its comma."
+        )
     if unequal_epochs and not any(not isinstance(p, Once) and p.sent for p in phases):
         raise QuiverError(
             f"{method.title} has no training loop whose epochs could be replaced: leave "
@@ -103,6 +148,8 @@ def check_phases(method: Method, phases: Iterable[Phase], unequal_epochs: bool) 
         if isinstance(phase, Once):
             continue
         _counted(method, phase)
+        for train in (phase,) if isinstance(phase, Train) else phase.phases:
+            _kinds(method, train)
         if phase.steps is not None and phase.sent and unequal_epochs:
             raise QuiverError(
                 f"{method.title} counts steps, not epochs: epochs_per_client (epoch_groups) has "
@@ -111,6 +158,37 @@ def check_phases(method: Method, phases: Iterable[Phase], unequal_epochs: bool) 
         if isinstance(phase, Interleaved):
             for inner in phase.phases:
                 _inside(method, inner)
+
+
+def phase_settings(phase: Phase, training: Training) -> Training:
+    """The optimizer settings of a phase: the run's, or what the method makes of them."""
+    given = phase.settings if isinstance(phase, Train) else None
+    if given is None:
+        return training
+    try:
+        return given(training)
+    except (QuiverError, TypeError) as error:
+        name = getattr(given, "__qualname__", "settings")
+        raise QuiverError(
+            f"{name} gives a phase settings that do not work with this run's: {error} "
+            "Replace every setting that it must not inherit, such as momentum=0.0."
+        ) from error
+
+
+def _kinds(method: Method, phase: Train | Once) -> None:
+    """Parts of a Train phase that are of another kind than they should be."""
+    if isinstance(phase, Once):
+        return
+    if phase.part not in get_args(Part):
+        known = nearest(str(phase.part), get_args(Part))
+        raise QuiverError(f"{method.title}: part = {phase.part!r}: {known}")
+    for name, kind in (("lookahead", Lookahead), ("loss", Loss)):
+        given = getattr(phase, name)
+        if given is not None and not isinstance(given, kind):
+            raise QuiverError(
+                f"{method.title}: {name} is a {type(given).__name__}; write {name}="
+                f"{kind.__name__}(…)."
+            )
 
 
 def _counted(method: Method, phase: Train | Interleaved) -> None:

@@ -17,7 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.engine.context import PhaseContext
+from quiverfl.engine.context import Group, PhaseContext
+from quiverfl.engine.lifting import lift_point
+from quiverfl.engine.programs import aligned
 from quiverfl.engine.stepper import weights_of
 from quiverfl.methods.contract import Part
 from quiverfl.methods.state import fields_of
@@ -39,11 +41,11 @@ def gradient_norms(shard: Shard) -> dict[str, float]:
     shared = torch.zeros_like(mean, dtype=torch.float64)
     personal = 0.0
     for group in shard.groups(np.arange(len(shard.ids))):
-        own: Point = torch.vmap(shard.method.personal)(shard.rows(group.rows))
+        own = lift_point(shard.method.personal)(shard.rows(group.rows))
         agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
         common = Point(agreed, own.personal)
-        shared += full_gradient(context, common, "shared", group.rows).sum(dim=0)
-        personal += float(full_gradient(context, own, "personal", group.rows).square().sum())
+        shared += full_gradient(context, common, "shared", group).sum(dim=0)
+        personal += float(full_gradient(context, own, "personal", group).square().sum())
     clients = len(shard.ids)
     return {
         "gradient_shared": float((shared / clients).square().sum()),
@@ -59,9 +61,11 @@ def mean_shared(shard: Shard) -> Tensor:
     return total / (len(shared) if mass is None else getattr(shard.state, mass).sum())
 
 
-def full_gradient(context: PhaseContext, point: Point, part: Part, rows: Integers) -> Tensor:
+def full_gradient(context: PhaseContext, point: Point, part: Part, group: Group) -> Tensor:
     """The gradient of each client's mean training loss, float64 [clients, size of the part]."""
+    rows = group.rows
     sizes = context.examples.sizes[rows]
+    everyone = sizes if group.company is None else group.company.train
     values = point.shared if part == "shared" else point.personal
     total = torch.zeros_like(values, dtype=torch.float64)
     if not values.shape[1]:
@@ -69,12 +73,14 @@ def full_gradient(context: PhaseContext, point: Point, part: Part, rows: Integer
     for begin in range(0, int(sizes.max()), SLAB):
         here = np.flatnonzero(sizes > begin)
         counts = np.minimum(sizes[here] - begin, SLAB)
-        width = int(counts.max())
+        among = np.minimum(everyone[everyone > begin] - begin, SLAB)
+        width = int(among.max())
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         x, y = context.examples.gather(rows[here], samples)
         some = point if len(here) == len(rows) else Point(*(half[here] for half in point))
+        some = Point(*(aligned(half) for half in some))
         gradient = context.executor.bind(context.program(), some, part, training=False)
-        slope = gradient(len(here), x, y, weights_of(counts, width, values), None)
+        slope = gradient(len(here), x, y, weights_of(counts, among, values), None)
         share = torch.from_numpy(counts / sizes[here]).to(total.device)
         total[here] += slope.double() * share.unsqueeze(1)
     return total

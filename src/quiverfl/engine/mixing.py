@@ -38,8 +38,7 @@ def mix(graph: Graph, leaf: Tensor) -> Tensor:
         row = weights @ sent
         return row.view(leaf.shape[1:]).expand(graph.clients, *leaf.shape[1:])
     product = _product(graph, leaf)
-    width = CHUNK_BYTES // (leaf.element_size() * len(leaf))
-    width = max(NARROWEST, width - width % NARROWEST)
+    width = chunk_width(len(leaf), leaf.element_size())
 
     def work(columns: Tensor) -> None:
         rows = leaf.new_empty(len(leaf), width)  # one buffer for all chunks
@@ -52,6 +51,12 @@ def mix(graph: Graph, leaf: Tensor) -> Tensor:
     workers = worker_count(chunks) if leaf.device.type == "cpu" else 1
     side_by_side(work, torch.split(flat, width * -(-chunks // workers), dim=1), workers)
     return leaf
+
+
+def chunk_width(clients: int, element_size: int) -> int:
+    """Columns that are multiplied at a time: where they begin and end decides the last bits."""
+    width = CHUNK_BYTES // (element_size * clients)
+    return max(NARROWEST, width - width % NARROWEST)
 
 
 def _product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.draws import KeyedDraws
 from quiverfl.engine.programs import Program, Sequential
+from quiverfl.engine.targets import check_targets
 from quiverfl.engine.trials import Trial, refuse_stacked
 from quiverfl.errors import QuiverError
 from quiverfl.objectives import Metric
@@ -33,6 +34,7 @@ def check_model(task: Task, data: FederatedData, executor: str = "auto") -> None
         outputs = _check_use(program, x)
     _check_samples(outputs, len(first_leaf(y)))
     _check_labels(outputs, data.classes)
+    check_targets(task, data.train.y, outputs)
     _check_numbers("loss", task.loss, outputs, y)
     for name, metric in task.metrics.items():
         if name == "loss":
@@ -101,7 +103,8 @@ def _outputs(program: Program, x: Tree, draws: KeyedDraws | None = None) -> Tree
     try:
         return program.outputs(None, x, draws)
     except WRONG as error:
-        raise QuiverError(f"the model does not take inputs {_shapes(x)}: {error}") from error
+        said = str(error).rstrip(". \n")
+        raise QuiverError(f"the model does not take inputs {_shapes(x)}: {said}.") from error
     finally:
         torch.random.set_rng_state(before)
 
@@ -150,7 +153,7 @@ def _check_numbers(what: str, function: Callable[..., Any], outputs: Tree, y: Tr
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise QuiverError(
             f"the {what} cannot be computed from outputs {_shapes(outputs)} and targets "
-            f"{_shapes(y)}: {first}"
+            f"{_shapes(y)}: {first.rstrip('.')}."
         ) from error
     if isinstance(function, Metric):
         _check_metric(what, function, found, samples)
@@ -189,7 +192,8 @@ def _check_gradient(program: Program, point: Point, x: Tree, y: Tree) -> None:
     try:
         Sequential().bind(program, stacked, "whole")(1, x, y, None, torch.zeros(1, dtype=KEY))
     except WRONG as error:
-        raise QuiverError(f"the model's loss cannot be differentiated: {error}") from error
+        said = str(error).rstrip(". \n")
+        raise QuiverError(f"the model's loss cannot be differentiated: {said}.") from error
 
 
 def _shapes(tree: Tree) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quiverfl.data.batches import batch_order
 from quiverfl.engine.context import Group, PhaseContext, Place
+from quiverfl.engine.lifting import failed, lift, lift_point, same_kind
 from quiverfl.engine.stepper import weights_of
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message, Moment, Once
@@ -39,7 +40,7 @@ class OnceSteps:
         """The state after one step of every client, and how many gradients it took."""
         asked: dict[str, Any] = {}
         if phase.gradient or phase.statistics is not None:
-            point = torch.vmap(phase.at or personal)(state)
+            point = lift_point(phase.at or personal)(state)
         if phase.gradient:
             asked["gradient"] = self._first_gradient(point, group, place)
         if phase.statistics is not None:
@@ -60,22 +61,22 @@ class OnceSteps:
             return phase.step(state, moment)
 
         if phase.one_by_one:
-            return _one_by_one(step, state, asked)
+            return same_kind(phase.step, _one_by_one(step, state, asked), state)
         try:
-            return torch.vmap(step)(state, asked)
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise QuiverError(
-                f"a Once step cannot be computed for all clients together ({first}) Use tensor "
-                "operations only, such as torch.where in place of if, or Once(…, one_by_one=True)."
-            ) from error
+            return same_kind(phase.step, torch.vmap(step)(state, asked), state)
+        except QuiverError:
+            raise
+        except Exception as error:
+            words = "Use torch.where in place of if, or Once(…, one_by_one=True)."
+            raise QuiverError(f"{failed(phase.step, error)} {words}") from error
 
     def _first_gradient(self, point: Point, group: Group, place: Place) -> Point:
         """Of the plain loss on the first batch of this phase."""
         context = self.context
         sizes, batch = context.examples.sizes[group.rows], context.training.batch_size
-        counts = sizes if batch is None else np.minimum(batch, sizes)
-        samples = np.zeros((len(sizes), int(counts.max())), dtype=np.int64)
+        everyone = sizes if group.company is None else group.company.train
+        counts, among = (s if batch is None else np.minimum(batch, s) for s in (sizes, everyone))
+        samples = np.zeros((len(sizes), int(among.max())), dtype=np.int64)
         for row, (client, size) in enumerate(zip(group.ids, sizes, strict=True)):
             order = np.arange(size)
             if batch is not None:
@@ -83,7 +84,7 @@ class OnceSteps:
                 order = batch_order(*key, epoch=0, size=int(size))
             samples[row, : counts[row]] = order[: counts[row]]
         x, y = context.examples.gather(group.rows, samples)
-        weights = weights_of(counts, samples.shape[1], point.shared)
+        weights = weights_of(counts, among, point.shared)
         gradient = context.executor.bind(context.program(), point, "whole")
         keys = context.draw_keys(group.ids, place, 0)
         slope = gradient(len(sizes), x, y, weights, keys)
@@ -96,13 +97,14 @@ class OnceSteps:
         context = self.context
         program, features = context.program(), context.task.head is not None
         sizes = context.examples.sizes[group.rows]
+        most = int((sizes if group.company is None else group.company.train).max())
         total: Message = {}
-        for begin in range(0, int(sizes.max()), SLAB):
-            places = np.arange(begin, min(begin + SLAB, int(sizes.max())))
+        for begin in range(0, most, SLAB):
+            places = np.arange(begin, min(begin + SLAB, most))
             inside = torch.from_numpy(places < sizes[:, None]).to(point.shared)
             x, y = context.examples.gather(group.rows, np.minimum(places, sizes[:, None] - 1))
             seen = context.executor.see(program, point, x, features)
-            found: Message = torch.vmap(phase.statistics)(seen, y, inside, state)
+            found: Message = lift(phase.statistics)(seen, y, inside, state)
             for name, leaf in found.items():
                 total[name] = leaf if name not in total else total[name] + leaf
         return total

@@ -27,6 +27,9 @@ from quiverfl.objectives import PerSample
 from quiverfl.task import Inputs, Point, Seen, Task, given, plain
 from quiverfl.trees import Layout, Tree, first_leaf, mapped
 
+CACHE_LINE = 64
+"""Bytes; new tensors begin at one."""
+
 Losses = Callable[[Seen, Tree, int], Tensor]
 """(seen [k, n, …], targets [k, n, …], k) → one number per sample, [k, n]."""
 Gradient = Callable[[int, Tree, Tree, Tensor | None, Tensor | None], Tensor]
@@ -156,6 +159,8 @@ class Executor(Protocol):
     def chunk(self) -> int: ...
     @property
     def evaluated(self) -> int: ...
+    @property
+    def image_format(self) -> torch.memory_format: ...
     def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
         """What k stacked models make of inputs [k, n, …], in use; nothing is differentiated."""
 
@@ -180,6 +185,7 @@ class Vectorized:
 
     chunk: int = 25
     evaluated: int = 100
+    image_format: torch.memory_format = torch.contiguous_format
 
     def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
         program.module.eval()
@@ -222,7 +228,7 @@ class Sequential:
 
     def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
         program.module.eval()
-        _bind(program, program.named(Point(*(part[0] for part in point))), ())
+        _bind(program, program.named(Point(*(aligned(part)[0] for part in point))), ())
         with torch.no_grad():
             return _one(program.call(None, mapped(self._first, x), features))
 
@@ -253,6 +259,15 @@ class Sequential:
         """The one client's, laid out as its layers like it."""
         one = x[0]
         return one.contiguous(memory_format=self.image_format) if one.ndim == 4 else one
+
+
+def aligned(part: Tensor) -> Tensor:
+    """Rows that begin at a cache line; copied if they do not.
+
+    Products depend in their last bits on where a matrix lies: a client's must not depend on which
+    row of a shard it is.
+    """
+    return part if part.data_ptr() % CACHE_LINE == 0 else part.clone()
 
 
 def choose_executor(name: str, task: Task, device: torch.device) -> Executor:

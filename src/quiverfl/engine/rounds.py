@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quiverfl.engine.accounting import Clock, state_record, traffic
+from quiverfl.engine.accounting import Clock, traffic
 from quiverfl.engine.exchange import Exchange
 from quiverfl.engine.fit import fitting
 from quiverfl.engine.history import Record, Recorder
@@ -49,7 +49,7 @@ def play(
         clock.lap("mix_seconds")
         if settings.evaluates(t):
             recorder.evaluated(t, "mixed", shard.evaluate(t, "mixed"))
-        state = state_record(shard, settings, t)
+        state = shard.record(t)
         clock.lap("evaluate_seconds")
         recorder.finished({"round": t, **clock.record(), **cost, **state})
         after_round(t)

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.accounting import state_record
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.fit import check_phases, gradients_without_rate
+from quiverfl.engine.history import Record
+from quiverfl.engine.lifting import lift, lift_point, same_kind
 from quiverfl.engine.local_models import LocalModels
 from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.optimizer import Buffers
@@ -25,7 +28,7 @@ from quiverfl.engine.start import initial_states
 from quiverfl.engine.trainer import Trainer
 from quiverfl.engine.trials import Trial, executor_for
 from quiverfl.engine.workers import side_by_side, worker_count
-from quiverfl.errors import Diverged
+from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.contract import Message, Method, Once, Phase
 from quiverfl.methods.optional import adaptation, payload
 from quiverfl.task import Point, Task
@@ -57,7 +60,9 @@ class Shard:
         trial = Trial.of(task, examples, settings.dtype, where)
         self._executor = executor_for(settings.executor, task, where, trial)
         self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
-        self._test = Examples(data.test, data, settings.dtype, where)
+        layout = self._executor.image_format
+        examples = examples.laid_out(layout)
+        self._test = Examples(data.test, data, settings.dtype, where).laid_out(layout)
         self.context = PhaseContext(
             task,
             examples,
@@ -73,12 +78,19 @@ class Shard:
         self.trainer = Trainer(self.context, self._once)
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         check_phases(method, self._phases, settings.epochs_per_client is not None)
+        self.trainer.prepare(self._phases)
         self.state: Any = initial_states(task, method, self.context, self.ids, settings)
         self.buffers: dict[int, Buffers] = {}
         """What the optimizers of some phases keep between rounds, by the number of the phase."""
         self.local = LocalModels()
         self.steps: Integers = np.zeros(len(self.ids), dtype=np.int64)
         """Local steps of the last round."""
+        self._merged = False
+
+    @property
+    def together(self) -> int:
+        """Rows that are trained at once, at most."""
+        return self._executor.chunk
 
     def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
         """Rows in chunks; clients of like size together, so that none waits for another."""
@@ -117,7 +129,7 @@ class Shard:
             self.write(group.rows, state)
             self.local.forget(group.rows)
             if keep is not None:
-                self.remember(group.rows[keep[group.rows]])
+                self._remember(group.rows[keep[group.rows]])
 
         self._side_by_side(work, self.groups(np.flatnonzero(active)))
         if active.any():
@@ -157,12 +169,16 @@ class Shard:
 
     def remember(self, rows: Integers) -> None:
         """Keep what these rows would use now as their last locally trained model."""
-        for group in self.groups(rows):
-            self.local.remember(group.rows, self._personal(group.rows))
+        self._remember(rows)
+
+    def _remember(self, rows: Integers) -> None:
+        width = self._executor.chunk
+        for begin in range(0, len(rows), width):
+            some = rows[begin : begin + width]
+            self.local.remember(some, self._personal(some))
 
     def _personal(self, rows: Integers) -> Point:
-        point: Point = torch.vmap(self.method.personal)(self.rows(rows))
-        return point
+        return lift_point(self.method.personal)(self.rows(rows))
 
     def model(self, row: int, stage: str) -> Point:
         """The model one client would use, fine-tuned where the method evaluates it so."""
@@ -195,7 +211,7 @@ class Shard:
         def work(group: Group) -> None:
             point = self._adapted(self._at_stage(group.rows, stage), group)
             program = self.context.program()
-            metrics = metrics_of(self._task, program, self._executor, self._test, point, group.rows)
+            metrics = metrics_of(self._task, program, self._executor, self._test, point, group)
             self._check_loss(metrics["loss"], group, round)
             join(found, metrics, group.rows, len(everyone))
 
@@ -206,17 +222,26 @@ class Shard:
             self.local.evaluated(found)
         return found
 
+    def record(self, round: int) -> Record:
+        """Steps, the range of μ and, in evaluated rounds, how far the clients are apart."""
+        return state_record(self, self._settings, round)
+
     def outbox(self, rows: Integers | None = None) -> Message:
         """A message per row, or per given row. A leaf sent as it stands is the state's own."""
         state = self.state if rows is None else self.rows(rows)
-        message: Message = torch.vmap(self.method.message)(state)
+        message: Message = lift(self.method.message)(state)
+        if not isinstance(message, dict):
+            raise QuiverError(
+                f"{self.method.title}: message returned a {type(message).__name__}; it must "
+                "return named tensors, such as {'u': state.u}."
+            )
         return message
 
     def payload(self, outbox: Message, rows: Integers | None = None) -> Integers:
         """Bytes of each row's message; 0 for rows that are not in the outbox."""
         sizes = np.zeros(len(self.ids), dtype=np.int64)
         if outbox:
-            found = torch.vmap(partial(payload, self.method))(outbox)
+            found = lift(partial(payload, self.method))(outbox)
             sizes[slice(None) if rows is None else rows] = found.cpu().numpy()
         return sizes
 
@@ -224,10 +249,34 @@ class Shard:
         """Merge what arrived, a few rows at a time so that no second copy of all states is made."""
         everyone = np.arange(len(self.ids))
         width = max(self._executor.chunk, 1)
+        if not self._merged:
+            self._check_given_away(mixed)
         for begin in range(0, len(everyone), width):
             rows = everyone[begin : begin + width]
             arrived = {name: leaf[_index(rows)] for name, leaf in mixed.items()}
-            self.write(rows, torch.vmap(self.method.merge)(self.rows(rows), arrived))
+            old, merge = self.rows(rows), self.method.merge
+            self.write(rows, same_kind(merge, lift(merge)(old, arrived), old))
+
+    def _check_given_away(self, mixed: Message) -> None:
+        """Before the first merge, on one client: a field that was sent as it stands is not read."""
+        self._merged = True
+        row = np.zeros(1, dtype=np.int64)
+        sent = {leaf.data_ptr() for leaf in self.outbox(row).values()}
+        old = self.rows(row)
+        gone = {
+            name: torch.full_like(leaf, float("nan"))
+            for name, leaf in zip(old._fields, old, strict=True)
+            if leaf.data_ptr() in sent
+        }
+        arrived = {name: leaf[:1] for name, leaf in mixed.items()}
+        merged = lift(self.method.merge)(old._replace(**gone), arrived)
+        for name, leaf in zip(old._fields, merged, strict=True):
+            if torch.isnan(leaf).any() and not any(torch.isnan(a).any() for a in arrived.values()):
+                raise QuiverError(
+                    f"{self.method.title}: merge reads what message sent as it stands in the state "
+                    f"({', '.join(gone)}), and so cannot tell field {name!r}. The exchange mixes "
+                    "in that memory: send a copy (.clone()) of what merge needs."
+                )
 
     def _check_loss(self, losses: Floats, group: Group, round: int) -> None:
         bad = np.flatnonzero(~np.isfinite(losses) & (self._test.sizes[group.rows] > 0))

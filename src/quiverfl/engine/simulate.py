@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,14 @@ from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.fit import check_fit
-from quiverfl.engine.history import History, Metrics, Record, Recorder
+from quiverfl.engine.history import History, Recorder
 from quiverfl.engine.programs import is_convolutional
+from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
-from quiverfl.errors import Diverged, Interrupted, Stopped
+from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -50,29 +51,36 @@ class Simulation:
         resume: Checkpoint | None = None,
         checkpoint: Callable[[Checkpoint], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
+        callbacks: Sequence[Recorder] = (),
     ) -> Run:
         """As `simulate` says, but unchecked, and a checkpoint is the run's own memory: `checkpoint`
         must write it, or copy it, before it returns."""
         settings = self.settings
-        with _threads(settings.threads or _useful_threads(self.task, self.data, self.training)):
+        data = self.data
+        with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
             shard = Shard(self.task, self.data, self.method, self.training, settings)
             exchange, history, start = MatrixExchange(self.method.delay), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)
                 history, start = resume.history.copy(), resume.round
 
+            told = Recorders([history, *([] if recorder is None else [recorder])], callbacks)
+
             def after_round(round: int) -> None:
-                stopping = round + 1 < settings.rounds and stop()
-                if checkpoint is not None and (stopping or settings.checkpoints(round)):
+                more = round + 1 < settings.rounds
+                stopping, enough = more and stop(), more and told.enough()
+                if checkpoint is not None and (stopping or enough or settings.checkpoints(round)):
                     checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
                 if stopping:
                     raise Stopped(round + 1)
+                if enough:
+                    raise _Enough
 
-            run = Run(self.task, self.data, shard, history)
-            both = _Both(history, recorder)
+            run = Run(self, shard, exchange, history)
             try:
-                play(shard, exchange, self.topology, both, settings, start, after_round)
-            except Diverged as error:
+                with told.closing(), contextlib.suppress(_Enough):
+                    play(shard, exchange, self.topology, told, settings, start, after_round)
+            except (CallbackFailed, Diverged) as error:
                 error.run = run
                 raise
             except KeyboardInterrupt as error:
@@ -92,6 +100,8 @@ def simulate(
     resume: Checkpoint | None = None,
     checkpoint: Callable[[Checkpoint], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[Recorder] = (),
+    progress: bool = False,
     **options: Any,
 ) -> Run:
     """Run a method on federated data over a topology and return its history and models.
@@ -102,6 +112,9 @@ def simulate(
     back: the result is that of an uninterrupted run. `stop` is asked after every round but the
     last; once it is true, the state is given to `checkpoint` and `Stopped` raised.
 
+    `callbacks` are told what `recorder` is told, and may end the run (qv.EarlyStopping), which is
+    then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
+
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
     if settings is None:
@@ -111,39 +124,45 @@ def simulate(
     simulation = Simulation(task, data, method, topology, training, settings)
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
-    return simulation.run(recorder, resume, keep, stop)
+    with _shown(progress, method, settings) as bar:
+        return simulation.run(recorder, resume, keep, stop, [*callbacks, *bar])
 
 
-class _Both:
-    def __init__(self, history: History, other: Recorder | None) -> None:
-        self._recorders = [history] if other is None else [history, other]
-
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        for recorder in self._recorders:
-            recorder.evaluated(round, stage, metrics)
-
-    def finished(self, record: Record) -> None:
-        for recorder in self._recorders:
-            recorder.finished(record)
+class _Enough(Exception):
+    """A callback has seen enough."""
 
 
-def _useful_threads(task: Task, data: FederatedData, training: Training) -> int:
+@contextlib.contextmanager
+def _shown(progress: bool, method: Method, settings: RunSettings) -> Iterator[list[Recorder]]:
+    if not progress:
+        yield []
+        return
+    from quiverfl.callbacks.progress import progress as shown
+
+    with shown(method.title, settings.rounds, quiet=False) as bar:
+        yield [] if bar is None else [bar]
+
+
+def _useful_threads(task: Task, clients: int, longest: int, training: Training) -> int:
     """As many as torch has, unless the work is so small that they would wait for each other.
 
     Threads that wait do so busily, which beside other processes costs ten times what they gain.
     """
-    samples = min(training.batch_size or data.train.longest, data.train.longest)
-    together = min(data.clients, 25)
+    samples = min(training.batch_size or longest, longest)
+    together = min(clients, 25)
     weights = task.shared_layout.size + task.personal_layout.size
     small = weights * samples * together < SMALL_WORK and not is_convolutional(task)
     return 1 if small else torch.get_num_threads()
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_for(
+    task: Task, clients: int, longest: int, training: Training, settings: RunSettings
+) -> Iterator[None]:
+    """As many as the settings say, or as are of use; `longest` is the largest client's size."""
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(count)
+        torch.set_num_threads(settings.threads or _useful_threads(task, clients, longest, training))
         yield
     finally:
         torch.set_num_threads(before)

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from quiverfl.data.federated import FederatedData, Prepare
+from quiverfl.card import Shown, whole
+from quiverfl.data.federated import Prepare
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.exchange import Exchange
 from quiverfl.engine.history import History
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.methods.options import options_of
 from quiverfl.methods.state import Role, roles
 from quiverfl.results.summary import summarize
-from quiverfl.task import Inputs, Task, given
+from quiverfl.task import Inputs, Point, given
 from quiverfl.trees import Tree, mapped
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
+
+    from quiverfl.engine.simulate import Simulation
+
+
+Stage = Literal["mixed", "local"]
+
+
+def last_scores(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The last mean over clients at each stage, in words."""
+    return {
+        f"{stage} {summary['metric']}": f"{reports['last']['mean']:.4f}"
+        for stage, reports in summary["stages"].items()
+    }
 
 
 class ClientState(dict[str, Any]):
@@ -49,15 +68,37 @@ class Prepared(nn.Module):
         return self.model(*arguments, **keywords)
 
 
-class Run:
+class Run(Shown):
     """History, states and models of a simulation."""
 
-    def __init__(self, task: Task, data: FederatedData, shard: Shard, history: History) -> None:
-        self._task, self._data, self._shard, self._history = task, data, shard, history
+    config: dict[str, Any] | None = None
+    """What it was made from, where that was a configuration."""
+    made_from: object = None
+    """The Experiment it was made from, where there was one."""
 
-    def __repr__(self) -> str:
-        title, done = self._shard.method.title, len(self._history.records)
-        return f"<Run: {title}, {len(self._shard.ids)} clients, {done} rounds>"
+    def __init__(
+        self, simulation: Simulation, shard: Shard, exchange: Exchange, history: History
+    ) -> None:
+        self.simulation = simulation
+        self._task, self._data = simulation.task, simulation.data
+        self._shard, self._exchange, self._history = shard, exchange, history
+
+    def title(self) -> str:
+        return f"Run of {self._shard.method.title}"
+
+    def facts(self) -> dict[str, str]:
+        done, planned = len(self._history.records), self.simulation.settings.rounds
+        rounds = whole(done) if done == planned else f"{whole(done)} of {whole(planned)}"
+        return {
+            "clients": whole(len(self._shard.ids)),
+            "rounds": rounds,
+            **(last_scores(self.summary) if self._history.evaluations else {}),
+        }
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its rounds were run: not if it was stopped early, interrupted or diverged."""
+        return len(self._history.records) >= self.simulation.settings.rounds
 
     @property
     def history(self) -> pd.DataFrame:
@@ -78,21 +119,13 @@ class Run:
             **summarize(self.history, self.rounds),
         }
 
-    def personal(self, client: int, stage: Literal["mixed", "local"] = "mixed") -> nn.Module:
+    def personal(self, client: int, stage: Stage = "mixed") -> nn.Module:
         """The client's own model, ready to use: after the last communication, or before it.
 
         It takes inputs as they are in the data. Where the data were normalised for training the
         model does that itself (`.prepare`), and the bare model is its `.model`.
         """
-        if stage not in ("mixed", "local"):
-            raise QuiverError(f"stage {stage!r}: {nearest(stage, ('mixed', 'local'))}")
-        row = self._row(client)
-        rounds = len(self._history.records)
-        if stage == "local" and row not in self._shard.local.points and rounds:
-            raise QuiverError(
-                "the models before the last communication were not kept: pass keep_local=True."
-            )
-        model = self._task.module(self._shard.model(row, stage))
+        model = self._task.module(self._point(client, stage))
         normalize = self._data.normalize or self._data.prepare
         return model if normalize is None else Prepared(model, normalize, self._task.inputs).eval()
 
@@ -106,6 +139,41 @@ class Run:
             for name, role in kinds.items()
         }
         return ClientState({"mu": torch.ones((), dtype=torch.float64), **fields})
+
+    def parameters(self, client: int, stage: Stage = "mixed") -> dict[str, Tensor]:
+        """The trained parameters of the client's model, by name."""
+        return self._task.named(self._point(client, stage))
+
+    def _point(self, client: int, stage: Stage) -> Point:
+        if stage not in ("mixed", "local"):
+            raise QuiverError(f"stage {stage!r}: {nearest(stage, ('mixed', 'local'))}")
+        row = self._row(client)
+        rounds = len(self._history.records)
+        if stage == "local" and row not in self._shard.local.points and rounds:
+            why = "pass keep_local=True." if self.complete else "the run ended early."
+            raise QuiverError(f"the models before the last communication were not kept: {why}")
+        return self._shard.model(row, stage)
+
+    def checkpoint(self) -> Checkpoint:
+        """The whole state as it is, a copy: `simulate(resume=…)` with the same arguments goes on
+        from it, or, after the last round, gives the same Run back without computing anything."""
+        rounds = len(self._history.records)
+        return Checkpoint.take(rounds, self._shard, self._exchange, self._history).copy()
+
+    def save(self, folder: Path | str, name: str | None = None) -> Path:
+        """Write a run folder, as the command line does: `quiver report` and `load_run` read it.
+
+        `name` says what the data is called there, if no configuration says it.
+        """
+        from quiverfl.saved_runs import save_run
+
+        return save_run(self, Path(folder), name)
+
+    def plot(self, metric: str | None = None) -> Figure:
+        """Learning curves: the mean over clients at both stages, and their quartiles."""
+        from quiverfl.results.learning_curves import plot_run
+
+        return plot_run(self.history, self._shard.method.title, metric)
 
     def _named(self, role: Role, leaf: Tensor) -> Any:
         layouts = {"shared": self._task.shared_layout, "personal": self._task.personal_layout}

@@ -62,6 +62,11 @@ def check_state(method: Method, task: Task, state: Any) -> None:
                 f"{method.title}: the state's field {name!r} is a {type(leaf).__name__}; every "
                 "field is a tensor, a number torch.tensor(…)."
             )
+        if not leaf.is_floating_point():
+            raise QuiverError(
+                f"{method.title}: the state's field {name!r} has type {leaf.dtype}; weighted sums "
+                "need floating-point numbers, such as torch.tensor(3.0)."
+            )
         shape = wanted.get(role, () if role == "scalar" else tuple(leaf.shape))
         if tuple(leaf.shape) != shape:
             raise QuiverError(

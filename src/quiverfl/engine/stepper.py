@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.lifting import lift, lift_point
 from quiverfl.engine.optimizer import Buffers, Descent, Rates
-from quiverfl.engine.programs import Executor, Losses, Program
+from quiverfl.engine.programs import Executor, Losses, Program, aligned
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State
 from quiverfl.seeds import Hashes
@@ -33,26 +34,38 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step's samples [k, width] of the first k clients, so many of which count."""
+    """One step's samples [k, width] of the first k clients, so many of which count.
+
+    `among` are the counts of everybody in the company who takes this step: the width is the
+    largest of them.
+    """
 
     samples: Integers
     counts: Integers
     keys: Hashes | None
     """Of every sample, for augmentation."""
+    among: Integers
     draws: Tensor | None = None
     """Of every client, for what its model draws."""
 
     def halves(self) -> tuple[Batch, Batch]:
         """The first half of every client's samples, and the rest; a single sample is both."""
-        first = -(-self.counts // 2)
-        begin = np.where(self.counts > 1, first, 0)
-        return self._cut(np.zeros_like(first), first), self._cut(begin, self.counts - begin)
+        (begin, first), (_, among) = _halved(self.counts), _halved(self.among)
+        rest, others = self.counts - begin, self.among - _halved(self.among)[0]
+        return self._cut(np.zeros_like(first), first, among), self._cut(begin, rest, others)
 
-    def _cut(self, begin: Integers, counts: Integers) -> Batch:
-        width = int(counts.max())
+    def _cut(self, begin: Integers, counts: Integers, among: Integers) -> Batch:
+        width = int(among.max())
         places = np.minimum(begin[:, None] + np.arange(width), self.samples.shape[1] - 1)
         keys = None if self.keys is None else np.take_along_axis(self.keys, places, axis=1)
-        return Batch(np.take_along_axis(self.samples, places, axis=1), counts, keys, self.draws)
+        samples = np.take_along_axis(self.samples, places, axis=1)
+        return Batch(samples, counts, keys, among, self.draws)
+
+
+def _halved(counts: Integers) -> tuple[Integers, Integers]:
+    """Where the second half begins, and how many samples the first has."""
+    first = -(-counts // 2)
+    return np.where(counts > 1, first, 0), first
 
 
 class Stepper:
@@ -110,17 +123,17 @@ class Stepper:
 
     def _gathered(self, rows: Integers, batch: Batch) -> tuple[Tree, Tree, Tensor | None]:
         x, y = self._source.gather(rows, batch.samples, batch.keys)
-        return x, y, weights_of(batch.counts, batch.samples.shape[1], self._values)
+        return x, y, weights_of(batch.counts, batch.among, self._values)
 
     def _slope(self, k: int, first: Any, second: Any) -> Tensor:
         """The gradient that is stepped along, taken where the phase says."""
         phase = self._phase
         before = None
         if phase.at is not None:
-            before = self._move(k, torch.vmap(phase.at)(self._here(k), self._first(k)))
+            before = self._move(k, lift_point(phase.at)(self._here(k), self._first(k)))
         if phase.lookahead is not None:
             uphill = self._halves(self._taken(k, *first))
-            there = torch.vmap(phase.lookahead.to)(uphill, self._here(k), self._first(k))
+            there = lift_point(phase.lookahead.to)(uphill, self._here(k), self._first(k))
             kept = self._move(k, there)
             before = kept if before is None else before
         slope = self._taken(k, *second)
@@ -128,7 +141,7 @@ class Stepper:
             self._move(k, before)
         if phase.gradient is None:
             return slope
-        changed = torch.vmap(phase.gradient)(self._halves(slope), self._here(k), self._first(k))
+        changed = lift_point(phase.gradient)(self._halves(slope), self._here(k), self._first(k))
         return torch.cat(changed, dim=1)
 
     def _taken(self, k: int, x: Tree, y: Tree, weights: Tensor | None) -> Tensor:
@@ -166,7 +179,7 @@ class Stepper:
         def losses(seen: Seen, y: Tree, k: int) -> Tensor:
             state = self._first(k)
             taught = self._taught(loss, state)
-            found: Tensor = torch.vmap(loss.of)(seen, y, state, taught)
+            found: Tensor = lift(loss.of)(seen, y, state, taught)
             return found
 
         return losses
@@ -175,7 +188,7 @@ class Stepper:
         if loss.teachers is None:
             return ()
         assert self._x is not None
-        points = torch.vmap(loss.teachers)(state)
+        points = lift(loss.teachers)(state)
         return tuple(
             self._executor.see(self._programs(1 + place), point, self._x, loss.features)
             for place, point in enumerate(points)
@@ -195,9 +208,9 @@ def workspace(start: Point, part: str, both: bool) -> tuple[Tensor, Point]:
         return values, Point(values[:, :cut], values[:, cut:])
     if part == "shared":
         values = start.shared.clone()
-        return values, Point(values, start.personal)
+        return values, Point(values, aligned(start.personal))
     values = start.personal.clone()
-    return values, Point(start.shared, values)
+    return values, Point(aligned(start.shared), values)
 
 
 def first_rows(state: State, k: int) -> Any:
@@ -205,9 +218,10 @@ def first_rows(state: State, k: int) -> Any:
     return kind(*(leaf[:k] for leaf in state))
 
 
-def weights_of(counts: Integers, width: int, like: Tensor) -> Tensor | None:
-    """1 for samples, 0 for padding; None where nothing is padded."""
-    if (counts == width).all():
+def weights_of(counts: Integers, among: Integers, like: Tensor) -> Tensor | None:
+    """1 for samples, 0 for padding up to the largest `among` them; None where nobody is padded."""
+    width = int(among.max())
+    if (among == width).all():
         return None
     inside = torch.from_numpy(np.arange(width) < counts[:, None])
     return inside.to(dtype=like.dtype, device=like.device)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -31,37 +32,47 @@ PIECE = 1 << 24
 """Bytes that are hashed and written at a time."""
 
 
+Shape = tuple[torch.dtype, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
+Piece = bytes | memoryview
+
+
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
-    """Write them; the sha256 of the file. The widest types first, so that all lie aligned."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    """Write them; the sha256 of the file."""
+    shapes = {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in tensors.items()}
+    return write_pieces(shapes, lambda name: pieces_of(tensors[name]), path)
+
+
+def file_order(shapes: Shapes) -> list[str]:
+    """The widest types first, so that all lie aligned."""
+    return sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
+
+
+def write_pieces(shapes: Shapes, pieces: Callable[[str], Iterable[Piece]], path: Path) -> str:
+    """The same file from the bytes of tensors that need not all be here, asked for in its order."""
+    order = file_order(shapes)
     header, begin = {}, 0
     for name in order:
-        leaf = tensors[name]
-        end = begin + leaf.numel() * leaf.element_size()
-        header[name] = {
-            "dtype": TYPES[leaf.dtype],
-            "shape": list(leaf.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = shapes[name]
+        end = begin + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in _pieces(len(text).to_bytes(8, "little") + text, tensors, order):
-            file.write(piece)
-            digest.update(piece)
+        for part in ([len(text).to_bytes(8, "little") + text], *map(pieces, order)):
+            for piece in part:
+                file.write(piece)
+                digest.update(piece)
     return digest.hexdigest()
 
 
-def _pieces(
-    header: bytes, tensors: Mapping[str, Tensor], order: list[str]
-) -> Iterator[bytes | memoryview]:
-    yield header
-    for name in order:
-        flat = tensors[name].detach().flatten()
-        if flat.stride(0) != 1:
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        step = PIECE // flat.element_size()
-        for begin in range(0, len(flat), step):
-            yield flat[begin : begin + step].cpu().view(torch.uint8).numpy().data
+def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Its bytes, a piece at a time."""
+    flat = tensor.detach().flatten()
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    step = PIECE // flat.element_size()
+    for begin in range(0, len(flat), step):
+        yield flat[begin : begin + step].cpu().view(torch.uint8).numpy().data

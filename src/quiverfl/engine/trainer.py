@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.data.batches import Plan, plan, sample_keys
+from quiverfl.data.batches import Plan, batch_counts, plan, sample_keys
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.features import HeadFeatures, head_is_last
+from quiverfl.engine.fit import phase_settings
+from quiverfl.engine.lifting import lift, lift_point, same_kind
 from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.optimizer import Buffers, Rates
 from quiverfl.engine.programs import Program
 from quiverfl.engine.stepper import Batch, Source, Stepper
 from quiverfl.engine.workers import stop_if_halted
-from quiverfl.methods.contract import Interleaved, Once, Train, Trained
+from quiverfl.methods.contract import Interleaved, Once, Phase, Train, Trained
+from quiverfl.seeds import Hashes
 from quiverfl.task import Point
 from quiverfl.training import Training
-from quiverfl.trees import mapped
 
 Integers = npt.NDArray[np.int64]
 
@@ -36,7 +39,13 @@ class Trainer:
 
     context: PhaseContext
     once: OnceSteps
-    _head_is_last: bool | None = field(default=None, init=False)
+    _head_is_last: bool = field(default=False, init=False)
+
+    def prepare(self, phases: Iterable[Phase]) -> None:
+        """Tracing a model changes how modules are called everywhere: done before workers begin."""
+        task = self.context.task
+        if any(isinstance(phase, Train) and _plain_head(phase) for phase in phases):
+            self._head_is_last = head_is_last(task.skeleton, task.head)
 
     def train(
         self,
@@ -51,7 +60,7 @@ class Trainer:
 
         `epochs` are each client's own, where they are not the phase's.
         """
-        training = self.settings(phase)
+        training, own = self.settings(phase), epochs is not None
         sizes = self.context.examples.sizes[group.rows]
         if epochs is None and phase.epochs is not None:
             epochs = np.full(len(sizes), phase.epochs)
@@ -71,18 +80,35 @@ class Trainer:
         # The busiest clients first: those still training are then always the first k.
         order = np.argsort(-batches.steps, kind="stable")
         back = np.argsort(order, kind="stable")
-        way = _Way(self, group.rows[order], group.ids[order], order, batches, place)
+        among = self._among(phase, group, batches, own)
+        way = _Way(self, group, order, batches, among, place)
         ordered = _in_order(state, order)
         if isinstance(phase, Interleaved):
             return _in_order(way.interleaved(phase, ordered), back), steps, {}
         point, buffers = way.descend(phase, ordered, training, _buffers_in_order(kept, order))
         trained = _reached(_in_order(point, back), batches.steps * phase.repeats, training, place)
-        after = torch.vmap(phase.absorb)(state, trained)
+        after = same_kind(phase.absorb, lift(phase.absorb)(state, trained), state)
         return after, steps, _buffers_in_order(buffers, back) or {}
 
+    def _among(
+        self, phase: Train | Interleaved, group: Group, batches: Plan, own: bool
+    ) -> Integers:
+        """How many samples each step has of everybody in the group's company.
+
+        `own`: each client has its own number of epochs.
+        """
+        company, epochs = group.company, None
+        if company is None:
+            return batches.counts
+        if own:
+            epochs = company.epochs
+        elif phase.epochs is not None:
+            epochs = np.full(len(company.train), phase.epochs)
+        batch_size = self.settings(phase).batch_size
+        return batch_counts(epochs, company.train, batch_size, phase.steps)
+
     def settings(self, phase: Train | Interleaved) -> Training:
-        given = phase.settings if isinstance(phase, Train) else None
-        return self.context.training if given is None else given(self.context.training)
+        return phase_settings(phase, self.context.training)
 
     def _trains(self, phase: Train | Interleaved) -> bool:
         """Whether the phase has any parameter to train."""
@@ -92,19 +118,11 @@ class Trainer:
         shared = task.shared_layout.size if phase.part != "personal" else 0
         return shared + (task.personal_layout.size if phase.part != "shared" else 0) > 0
 
-    def trains_on_features(self, phase: Train, point: Point, rows: Integers) -> bool:
+    def trains_on_features(self, phase: Train) -> bool:
         """Whether a head is trained on a body that stands still, and nothing else looks at it."""
-        hooked = phase.loss or phase.at or phase.lookahead or phase.gradient
-        if phase.part != "personal" or hooked or self.context.examples.augmented:
-            return False
-        if self.context.draws:  # the body drops others at every visit
-            return False
-        if self._head_is_last is None:
-            x, _ = self.context.examples.gather(rows[:1], np.zeros((1, 1), dtype=np.int64))
-            one = Point(*(part[0] for part in point))
-            some = mapped(lambda leaf: leaf[0], x)
-            self._head_is_last = head_is_last(self.context.program(), one, some)
-        return self._head_is_last
+        # With augmentation or dropout the body sees something else at every visit.
+        still = not self.context.examples.augmented and not self.context.draws
+        return still and self._head_is_last and _plain_head(phase)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,37 +130,53 @@ class _Way:
     """Clients on their way through the batches of a phase, the busiest first."""
 
     trainer: Trainer
-    rows: Integers
-    ids: Integers
+    group: Group
     order: Integers
     batches: Plan
+    among: Integers
     place: Place
+
+    @property
+    def rows(self) -> Integers:
+        return self.group.rows[self.order]
 
     def batch(self, step: int) -> Batch:
         """The samples of those who still have batches: the first k."""
-        context, place = self.trainer.context, self.place
         k = int(np.count_nonzero(self.batches.steps > step))
         some = self.order[:k]
         counts = self.batches.counts[some, step]
-        samples = self.batches.samples[some, step, : int(counts.max())]
-        keys = None
-        if context.examples.augmented:
-            epoch = self.batches.epochs[some, step][:, None]
-            ids = self.ids[:k, None]
-            keys = sample_keys(context.seed, ids, place.round, place.number, epoch, samples)
-        return Batch(samples, counts, keys, context.draw_keys(self.ids[:k], place, step))
+        among = self.among[self.among[:, step] > 0, step]
+        width = int(among.max())
+        samples = _wide(self.batches.samples[some, step], width)
+        keys = None if self._keys is None else _wide(self._keys[:k, step], width)
+        draws = self.trainer.context.draw_keys(self.group.ids[some], self.place, step)
+        return Batch(samples, counts, keys, among, draws)
+
+    @cached_property
+    def _keys(self) -> Hashes | None:
+        """What augmentation draws from, for every visit of the phase; at once, as it is cheaper."""
+        context, place = self.trainer.context, self.place
+        if not context.examples.augmented:
+            return None
+        epochs = self.batches.epochs[self.order][:, :, None]
+        samples = self.batches.samples[self.order]
+        ids = self.group.ids[self.order][:, None, None]
+        return sample_keys(context.seed, ids, place.round, place.number, epochs, samples)
 
     def descend(
         self, phase: Train, state: Any, training: Training, kept: Buffers | None
     ) -> tuple[Point, Buffers]:
         """Where the phase gets to, and its optimizer's buffers."""
         context = self.trainer.context
-        start = moving = torch.vmap(phase.point)(state)
+        start = moving = lift_point(phase.point)(state)
         source: Source = context.examples
         programs: Callable[[int], Program] = context.program
-        if self.trainer.trains_on_features(phase, start, self.rows):
+        if self.trainer.trains_on_features(phase):
             program = context.program()
-            source = HeadFeatures.of(context.executor, program, context.examples, start, self.rows)
+            most = None if self.group.company is None else int(self.group.company.train.max())
+            source = HeadFeatures.of(
+                context.executor, program, context.examples, start, self.rows, most
+            )
             head = program.head_alone()
             programs, moving = (lambda _: head), Point(start.shared[:, :0], start.personal)
         rates = _rates(phase, state, start, training, self.place.round)
@@ -177,7 +211,7 @@ class _Way:
     def _waiting(self, phase: Train, state: Any, slot: int) -> Stepper:
         """Each phase has modules of its own, as it stays bound to its own model."""
         context, training = self.trainer.context, self.trainer.settings(phase)
-        start = torch.vmap(phase.point)(state)
+        start = lift_point(phase.point)(state)
 
         def programs(number: int) -> Program:
             return context.program(SLOTS * slot + number)
@@ -196,12 +230,17 @@ class _Way:
 
     def _turn(self, stepper: Stepper, phase: Train, state: Any, batch: Batch) -> Any:
         k = len(batch.counts)
-        stepper.load(torch.vmap(phase.point)(state), state)
+        stepper.load(lift_point(phase.point)(state), state)
         stepper.step(self.rows[:k], batch)
         here = Point(*(part[:k].clone() for part in stepper.point))
         training = self.trainer.settings(phase)
         trained = _reached(here, np.full(k, phase.repeats), training, self.place)
-        return torch.vmap(phase.absorb)(state, trained)
+        return same_kind(phase.absorb, lift(phase.absorb)(state, trained), state)
+
+
+def _plain_head(phase: Train) -> bool:
+    hooked = phase.loss or phase.at or phase.lookahead or phase.gradient
+    return phase.part == "personal" and not hooked
 
 
 def gradients_of(phase: Train | Interleaved) -> int:
@@ -214,7 +253,7 @@ def gradients_of(phase: Train | Interleaved) -> int:
 
 def _rates(phase: Train, state: Any, start: Point, training: Training, round: int) -> Rates:
     one = torch.ones(len(start.shared), dtype=torch.float64, device=start.shared.device)
-    scale = one if phase.scale is None else torch.vmap(phase.scale)(state)
+    scale = one if phase.scale is None else lift(phase.scale)(state)
     shared = training.rate(round)
     personal = training.personal_rate(round) if phase.personal_rate else shared
 
@@ -235,6 +274,12 @@ def _reached(point: Point, steps: Integers, training: Training, place: Place) ->
     rate, share = (like.new_full(steps.shape, value) for value in (eta, place.share))
     taken = torch.from_numpy(steps).to(like)
     return Trained(*point, steps=taken, rate=rate, reach=reach, share=share)
+
+
+def _wide(samples: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Cut or padded with the client's first sample, as all padding is."""
+    missing = max(0, width - samples.shape[1])
+    return np.pad(samples[:, :width], ((0, 0), (0, missing)))
 
 
 def _in_order(stacked: Any, order: Integers) -> Any:

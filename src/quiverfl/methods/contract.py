@@ -157,7 +157,7 @@ class Method(Protocol[S]):
 
     name: ClassVar[str]
     title: ClassVar[str]  # as papers print it
-    topology: ClassVar[str] = "random_regular"  # what "auto" means for it
+    topology: ClassVar[str]  # what "auto" means for it
     mass: ClassVar[str | None] = None  # push-sum's weight in state and message, if it has one
     unused: ClassVar[tuple[str, ...]] = ()  # keys of [training] it has no use for
 

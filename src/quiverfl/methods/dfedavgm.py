@@ -26,6 +26,7 @@ class DFedAvgM(Method[Model]):
 
     name = "dfedavgm"
     title = "DFedAvgM"
+    topology = "random_regular"
 
     def init(self, task: Task, start: Start) -> Model:
         return Model(*start.point)

@@ -29,6 +29,7 @@ class DFedAvgMP(Method[Model]):
 
     name = "dfedavgmp"
     title = "DFedAvgM-P"
+    topology = "random_regular"
 
     def init(self, task: Task, start: Start) -> Model:
         return Model(*start.point)

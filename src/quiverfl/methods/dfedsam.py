@@ -28,6 +28,7 @@ class DFedSAM(Method[Model]):
 
     name = "dfedsam"
     title = "DFedSAM"
+    topology = "random_regular"
 
     def init(self, task: Task, start: Start) -> Model:
         return Model(*start.point)

@@ -51,6 +51,7 @@ class DisPFL(Method[DisPFLState]):
 
     name = "dispfl"
     title = "Dis-PFL"
+    topology = "random_regular"
 
     def init(self, task: Task, start: Start) -> DisPFLState:
         """Equal weights times the client's own random mask of Erdős–Rényi-kernel densities."""

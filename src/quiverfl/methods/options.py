@@ -27,12 +27,19 @@ class Bound:
         return self.low < value <= self.high or (value == self.low and not self.open)
 
 
+PLAIN: dict[Any, tuple[Any, str]] = {
+    float: ((int, float), "a number"),
+    int: (int, "a whole number"),
+    str: (str, "a text"),
+}
+"""What options without a bound of their own take."""
+
 Count: TypeAlias = Annotated[int, Bound("a whole number ≥ 0", 0, whole=True)]
 Number: TypeAlias = Annotated[int, Bound("a whole number ≥ 1", 1, whole=True)]
-Positive: TypeAlias = Annotated[float, Bound("positive", 0, open=True)]
-NotNegative: TypeAlias = Annotated[float, Bound("0 or more", 0)]
-UnitInterval: TypeAlias = Annotated[float, Bound("in [0, 1]", 0, 1)]
-Fraction: TypeAlias = Annotated[float, Bound("in (0, 1]", 0, 1, open=True)]
+Positive: TypeAlias = Annotated[float, Bound("a positive number", 0, open=True)]
+NotNegative: TypeAlias = Annotated[float, Bound("a number, 0 or more", 0)]
+UnitInterval: TypeAlias = Annotated[float, Bound("a number in [0, 1]", 0, 1)]
+Fraction: TypeAlias = Annotated[float, Bound("a number in (0, 1]", 0, 1, open=True)]
 
 
 def check_options(method: Any) -> None:
@@ -61,6 +68,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
         raise QuiverError(f"method.{name} = {value!r}: {nearest(str(value), get_args(hint))}")
     if hint is bool and not isinstance(value, bool):
         raise QuiverError(f"method.{name} = {value!r}: it must be true or false.")
+    if hint in PLAIN and not isinstance(value, PLAIN[hint][0]):
+        raise QuiverError(f"method.{name} = {value!r}: it must be {PLAIN[hint][1]}.")
     _check_bound(name, value, hint, "")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quiverfl.peer.ledger import UNIT, Link
+from quiverfl.peer.ledger import UNIT, Accounts
 from quiverfl.peer.manifest import Manifest, canonical_hash
-from quiverfl.peer.wire import PROTOCOL, Hello
+from quiverfl.peer.wire import PROTOCOL, Hello, other_protocol
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,12 @@ class Limits:
     outlier_factor: float = 10.0
     mass_cap: int = 1000 * UNIT
     bodies: int = 4  # received at the same time
+    pulls: int = 2  # models sent to newcomers at the same time
     staged: int = 256  # waiting for the next commit
+    streams: int = 8  # of one sender, whatever they say
     idle_seconds: float = 60.0  # without a byte, then the stream is dropped
+    patience: float = 5.0  # with a slow body while another waits for its place
+    slowest: int = 1 << 14  # bytes a second that a body must keep up in the long run
     hello_seconds: float = 15.0  # to connect and greet, on a bad network too
     retry_first: float = 0.2
     retry_cap: float = 30.0
@@ -41,8 +45,9 @@ class Agreement:
 
     def difference(self, hello: Hello) -> str:
         """Why we cannot talk, or nothing."""
+        if hello.protocol != PROTOCOL:
+            return other_protocol(hello.protocol)
         pairs = [
-            ("protocol", PROTOCOL, hello.protocol),
             ("run", self.run, hello.run),
             ("configuration", self.configuration, hello.configuration),
             ("manifest", self.manifest.hash, hello.manifest),
@@ -57,12 +62,14 @@ class Agreement:
         return ""
 
 
-def older_than_remembered(name: str, link: Link, hello: Hello) -> str:
-    """Whether a neighbour remembers more of our link than this peer's own store does.
+def older_than_remembered(name: str, pushes: int, accounts: Accounts, hello: Hello) -> str:
+    """Whether a neighbour remembers, or has heard of, more than this peer's own store knows.
 
+    `pushes` is how often this store has pushed by its own signature that the neighbour shows.
     Compares the neighbour's past with our present, so that messages on their way do no harm.
     """
-    if hello.received > link.sent or hello.acknowledged > link.received:
+    link = accounts.link(hello.sender)
+    if pushes > accounts.pushes or hello.received > link.sent or hello.acknowledged > link.received:
         return (
             f"the store of {name!r} is older than what {hello.sender!r} remembers of it: it was "
             "restored from a backup, and mass it holds has moved on since. Evict it on the others "

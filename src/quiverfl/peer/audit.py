@@ -8,7 +8,7 @@ books of a simulated network alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,14 @@ from quiverfl.peer.ledger import PAST, UNIT, Transfer
 
 ROUNDING = 2.0**-20
 """Bound on a recorded float32 rounding, relative to the sum of magnitudes it happened in."""
+OPENING = ("start", "join")
+RECEIPTS = {"acknowledged": "applied", "refunded": "refused"}
+"""What the receiver has signed of a share in this state."""
 DRIFT = 1e-12
 """Bound on the difference between the books' float64 sums, relative to the magnitudes in them."""
+
+Genuine = Callable[[str, Transfer, str, str], bool]
+"""(word, transfer, agreement, the sender's store or nothing) → the transfer's proof holds."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Statement:
     received: Sequence[Received]
     total: float  # float64 sum of the shared numbers in its stored state, computed anew
     gone: frozenset[str] = frozenset()
+    incarnation: str = ""  # of its store
     agreement: str = ""  # hash of run, configuration and manifest: the same for all peers of a run
 
 
@@ -84,7 +91,14 @@ class Report:
     skewed: int = 0  # applied by the receiver, not in the sender's (older) statement
     evicted: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # dealt with, but no store of theirs is here
+    signatures: int | None = None  # checked; None: no roster was given to check them with
     problems: list[str] = field(default_factory=list)
+    culprits: list[str] = field(default_factory=list)  # whose books are wrong, where books can tell
+
+    def blame(self, peer: str | None, problem: str) -> None:
+        self.problems.append(problem)
+        if peer is not None and peer not in self.culprits:
+            self.culprits.append(peer)
 
     @property
     def error(self) -> int:
@@ -119,7 +133,13 @@ class Report:
             yield f"evicted          {', '.join(self.evicted)}"
         if self.skewed:
             yield f"skewed           {self.skewed} transfers between stores read at two moments"
+        if self.signatures is None:
+            yield "signatures       not checked: name the roster with --roster"
+        else:
+            yield f"signatures       {self.signatures} checked"
         yield from self.problems
+        if self.culprits:
+            yield f"wrong books      {', '.join(self.culprits)}"
         yield self.verdict
 
     @property
@@ -135,11 +155,14 @@ class Report:
         )
 
 
-def audit(statements: Iterable[Statement], *, live: bool = False) -> Report:
+def audit(
+    statements: Iterable[Statement], *, live: bool = False, genuine: Genuine | None = None
+) -> Report:
     """Check every book by itself, every link from both ends, and the sums over all.
 
     With `live`, statements were taken one after the other from running peers: a receiver may then
     know a transfer that its sender's older statement does not. Stopped stores get no such excuse.
+    With `genuine`, which knows the keys of the roster, signatures tell whose books are wrong.
     """
     given = list(statements)
     books = {statement.name: statement for statement in given}
@@ -151,10 +174,12 @@ def audit(statements: Iterable[Statement], *, live: bool = False) -> Report:
         raise QuiverError("a peer's store was given twice: give that of every peer once.")
     evicted = {peer for book in books.values() for peer in book.gone}
     inside = {name: book for name, book in books.items() if name not in evicted}
-    report = Report(peers=len(inside))
+    report = Report(peers=len(inside), signatures=None if genuine is None else 0)
     for book in inside.values():
         _own_books(book, report)
-    _links(inside, report, live)
+        if genuine is not None:
+            _proofs(book, report, genuine)
+    _links(inside, report, live, genuine)
     named = {s.transfer.receiver for b in inside.values() for s in b.sent}
     named |= {r.transfer.sender for b in inside.values() for r in b.received}
     evicted |= {name for name in named if PAST in name}
@@ -173,25 +198,58 @@ def _own_books(book: Statement, report: Report) -> None:
     units, total = 0, 0.0
     for number, entry in enumerate(book.entries):
         if units + entry.units_in - entry.units_out != entry.units:
-            report.problems.append(f"{book.name}: entry {number} does not add up in mass.")
+            report.blame(book.name, f"{book.name}: entry {number} does not add up in mass.")
         if number and abs(entry.rounding(total)) > ROUNDING * max(entry.scale, 1e-30):
-            report.problems.append(f"{book.name}: entry {number} does not add up in u.")
+            report.blame(book.name, f"{book.name}: entry {number} does not add up in u.")
         units, total = entry.units, entry.total
     if units != book.units:
-        report.problems.append(f"{book.name}: its account does not match its last entry.")
+        report.blame(book.name, f"{book.name}: its account does not match its last entry.")
     if total != book.total:
-        report.problems.append(f"{book.name}: its stored state is not the one it last committed.")
+        report.blame(book.name, f"{book.name}: its stored state is not the one it last committed.")
     moved_in = sum(r.transfer.units for r in book.received if not r.refusal)
     moved_out = sum(s.transfer.units for s in book.sent if s.status != "refunded")
-    started = sum(e.units_in for e in book.entries if e.kind in ("start", "join"))
+    started = sum(e.units_in for e in book.entries if e.kind in OPENING)
     if started + moved_in - moved_out != book.units:
-        report.problems.append(f"{book.name}: its transfers do not explain its account.")
+        report.blame(book.name, f"{book.name}: its transfers do not explain its account.")
+    openings = [(number, e.units_in) for number, e in enumerate(book.entries) if e.kind in OPENING]
+    if openings != [(0, UNIT)]:
+        report.blame(
+            book.name,
+            f"{book.name}: minted: its account was opened with {started / UNIT:g}; the roster, and "
+            "whoever joins, brings 1.",
+        )
     report.units += book.units
     report.written_off += book.written_off
-    report.expected += started - book.written_off
+    report.expected += UNIT - book.written_off  # whatever its own first entry says
 
 
-def _links(inside: dict[str, Statement], report: Report, live: bool) -> None:
+def _proofs(book: Statement, report: Report, genuine: Genuine) -> None:
+    """Every share taken is signed by its sender, every one given away by its receiver."""
+    for received in book.received:
+        _count(report)
+        if not genuine("share", received.transfer, book.agreement, ""):
+            t = received.transfer
+            report.blame(
+                book.name, f"{t.sender} → {book.name} number {t.seq}: not signed by its sender."
+            )
+    for sent in book.sent:
+        word = RECEIPTS.get(sent.status)
+        if word is not None:
+            _count(report)
+            if not genuine(word, sent.transfer, book.agreement, book.incarnation):
+                t = sent.transfer
+                report.blame(
+                    book.name, f"{book.name} → {t.receiver} number {t.seq}: no receipt for it."
+                )
+
+
+def _count(report: Report) -> None:
+    report.signatures = (report.signatures or 0) + 1
+
+
+def _links(
+    inside: dict[str, Statement], report: Report, live: bool, genuine: Genuine | None
+) -> None:
     sums: list[float] = []
     for name, book in inside.items():
         for sent in book.sent:
@@ -204,7 +262,7 @@ def _links(inside: dict[str, Statement], report: Report, live: bool) -> None:
                 report.expected += received.transfer.units
         for sender in inside:
             if sender != name:
-                _link(inside[sender], book, report, live, sums)
+                _link(inside[sender], book, report, live, sums, genuine)
     scale = math.fsum(e.scale for b in inside.values() for e in b.entries[-1:])
     report.drift = abs(math.fsum(sums)) / max(scale, 1e-30)
     if report.drift > DRIFT:
@@ -220,8 +278,19 @@ def _across(sent: Sent, report: Report) -> None:
 
 
 def _link(
-    sender: Statement, receiver: Statement, report: Report, live: bool, sums: list[float]
+    sender: Statement,
+    receiver: Statement,
+    report: Report,
+    live: bool,
+    sums: list[float],
+    genuine: Genuine | None,
 ) -> None:
+    def signer(word: str, transfer: Transfer, accused: str, otherwise: str) -> str | None:
+        """Whose books are wrong: whoever signed, if the signature holds; else who shows it."""
+        if genuine is None:
+            return None
+        return accused if genuine(word, transfer, sender.agreement, "") else otherwise
+
     sent = {s.transfer.seq: s for s in sender.sent if s.transfer.receiver == receiver.name}
     got: dict[int, Received] = {}
     name = f"{sender.name} → {receiver.name}"
@@ -230,13 +299,15 @@ def _link(
             continue
         seq = received.transfer.seq
         if seq in got:
-            report.problems.append(f"{name} number {seq} was taken twice.")
+            report.blame(receiver.name, f"{name} number {seq} was taken twice.")
         got[seq] = received
         if seq not in sent:
-            _unsent(received, name, report, live)
+            culprit = signer("share", received.transfer, sender.name, receiver.name)
+            _unsent(received, name, report, live, culprit)
             continue
         if not _same(sent[seq].transfer, received.transfer):
-            report.problems.append(f"{name} number {seq} is not what was sent.")
+            culprit = signer("share", received.transfer, sender.name, receiver.name)
+            report.blame(culprit, f"{name} number {seq} is not what was sent.")
         if not received.refusal:
             sums += [received.transfer.total, -sent[seq].transfer.total]
     for seq, line in sent.items():
@@ -244,19 +315,22 @@ def _link(
         if line.status == "outbox" and not applied:
             report.in_flight += line.transfer.units
         if line.status == "acknowledged" and not applied and not live:
-            report.problems.append(f"{name} number {seq} was acknowledged, but never applied.")
+            culprit = signer("applied", line.transfer, receiver.name, sender.name)
+            report.blame(culprit, f"{name} number {seq} was acknowledged, but never applied.")
         if line.status == "acknowledged" and not applied and live:
             report.skewed += 1
             report.in_flight += line.transfer.units
         if line.status == "refunded" and applied:
-            report.problems.append(f"{name} number {seq} was taken back, and applied as well.")
+            culprit = signer("refused", line.transfer, receiver.name, sender.name)
+            report.blame(culprit, f"{name} number {seq} was taken back, and applied as well.")
 
 
-def _unsent(received: Received, name: str, report: Report, live: bool) -> None:
+def _unsent(received: Received, name: str, report: Report, live: bool, culprit: str | None) -> None:
     if not live:
-        report.problems.append(
+        report.blame(
+            culprit,
             f"{name} number {received.transfer.seq} was taken, but its sender never sent it: "
-            "a backup was restored, or it was forged."
+            "a backup was restored, or it was forged.",
         )
     elif not received.refusal:
         report.skewed += 1

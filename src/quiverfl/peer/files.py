@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from quiverfl import durable
 from quiverfl.errors import QuiverError
+
+log = logging.getLogger("quiverfl.peer")
+
+SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.ENOMEM}
+SHORTAGE_SECONDS = 30.0
+"""What passes by itself, and how long it is waited for: the machine is short of descriptors."""
 
 
 class StoreError(QuiverError):
@@ -16,10 +25,14 @@ class StoreError(QuiverError):
 
 def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
     """The new file or the old one, durably, as only its owner may read; or a `StoreError`."""
-    try:
-        durable.replace(path, content, mode)
-    except OSError as problem:
-        raise cannot_write(path.parent, problem) from problem
+    end = time.monotonic() + SHORTAGE_SECONDS
+    while True:
+        try:
+            return durable.replace(path, content, mode)
+        except OSError as problem:
+            if problem.errno not in SHORTAGE or time.monotonic() > end:
+                raise cannot_write(path.parent, problem) from problem
+        time.sleep(0.1)
 
 
 def read_checked(path: Path, digest: str) -> bytes:
@@ -51,4 +64,7 @@ def remove_all_but(folder: Path, keep: Callable[[str], bool]) -> None:
     """Clear the state and share files that no commit names, or names no more."""
     for path in folder.iterdir():
         if path.name.startswith(("state-", "share-")) and not keep(path.name):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as problem:  # it does no harm, and goes with a later commit
+                log.error("cannot remove %s: %s. Check the disk.", path, problem.strerror)

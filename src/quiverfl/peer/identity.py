@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import logging
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,27 +57,42 @@ class Identity:
             )
         return cls(*parts)
 
-    def _public_key(self) -> bytes:
+    @cached_property
+    def _private_key(self) -> ec.EllipticCurvePrivateKey:
         try:
             key = serialization.load_pem_private_key(self.key, password=None)
         except (ValueError, TypeError) as problem:
             raise QuiverError(f"{KEY} is not a private key: {problem}") from problem
-        return _encoded(key.public_key())
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise QuiverError(f"{KEY} is not a P-256 key: make one with quiver peer certs.")
+        return key
 
     def sign(self, text: bytes) -> str:
-        key = serialization.load_pem_private_key(self.key, password=None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return key.sign(text, ec.ECDSA(hashes.SHA256())).hex()
+        return self._private_key.sign(text, ec.ECDSA(hashes.SHA256())).hex()
+
+    @cached_property
+    def point(self) -> str:
+        """The public key in its shortest form."""
+        return (
+            self._private_key.public_key()
+            .public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
+            .hex()
+        )
+
+    def check_pair(self) -> None:
+        if _encoded(self._private_key.public_key()) != _encoded(
+            parse(self.certificate).public_key()
+        ):
+            raise QuiverError(
+                f"{KEY} does not belong to {CERTIFICATE}: copy both from the same folder of the "
+                "authority."
+            )
 
     def check(self, name: str, now: datetime.datetime | None = None) -> None:
         """Refuse to start with a certificate that the others would refuse anyway."""
         certificate = parse(self.certificate)
         now = now or datetime.datetime.now(datetime.UTC)
-        if self._public_key() != _encoded(certificate.public_key()):
-            raise QuiverError(
-                f"{KEY} does not belong to {CERTIFICATE}: copy both from the same folder of the "
-                "authority."
-            )
+        self.check_pair()
         if names(certificate) != [name]:
             raise QuiverError(
                 f"the certificate is for {names(certificate)}, this peer is {name!r}: "
@@ -98,6 +115,39 @@ class Identity:
                 f"the certificate of {name!r} was not issued by this run's authority "
                 f"({AUTHORITY_CERTIFICATE})."
             ) from problem
+
+
+class LiveIdentity:
+    """A peer's papers, read again when they change; what cannot be read now is read later."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stamps = self._seen()
+        self._current = Identity.read(folder)
+        self._problem = ""
+
+    def refresh(self) -> Identity:
+        try:
+            stamps = self._seen()
+            if stamps != self._stamps:
+                fresh = Identity.read(self._folder)
+                fresh.check_pair()
+                self._current, self._stamps = fresh, stamps
+            self._problem = ""
+        except (OSError, QuiverError) as problem:  # half replaced, or the machine is short of files
+            self._problem = told_once(f"the keys are not read again: {problem}", self._problem)
+        return self._current
+
+    def _seen(self) -> list[int]:
+        names = (AUTHORITY_CERTIFICATE, CERTIFICATE, KEY)
+        return [(self._folder / name).stat().st_mtime_ns for name in names]
+
+
+def told_once(problem: str, before: str) -> str:
+    """Log what keeps a file from being read again, the first time."""
+    if problem != before:
+        logging.getLogger("quiverfl.peer").error(problem)
+    return problem
 
 
 def parse(pem: bytes) -> x509.Certificate:

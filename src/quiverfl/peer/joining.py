@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import AsyncIterator
+import secrets
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer import identity
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.learner import Learner
@@ -19,26 +19,19 @@ from quiverfl.peer.manifest import Leaves, Manifest, finite
 from quiverfl.peer.roster import Roster
 from quiverfl.peer.sender import open_channel
 from quiverfl.peer.store import Memory, Store, Trace
-from quiverfl.peer.transactions import Transactions, first_entry
-from quiverfl.peer.wire import SERVICE, Assembly, Model, WireError, decode, encode, frames
+from quiverfl.peer.transactions import first_entry
+from quiverfl.peer.wire import (
+    SERVICE,
+    Assembly,
+    Join,
+    Model,
+    WireError,
+    decode,
+    encode,
+    model_text,
+)
 
 PULL_SECONDS = 600.0
-
-
-async def model_frames(transactions: Transactions, manifest: Manifest) -> AsyncIterator[bytes]:
-    """z = u / μ of this peer as a neighbour gets it who joins."""
-    accounts, mass = transactions.accounts, transactions.mass
-    if not accounts.units:
-        return
-    message = {
-        name: (leaf / leaf.dtype.type(mass)) for name, leaf in transactions.memory.message.items()
-    }
-    payload = manifest.pack(message)
-    digest = hashlib.sha256(payload).hexdigest()
-    header = Model(round=accounts.round, nbytes=len(payload), digest=digest, manifest=manifest.hash)
-    yield encode(header)
-    for frame in frames(payload):
-        yield frame
 
 
 def create_store(
@@ -56,33 +49,42 @@ async def join_store(
     folder: Path, learner: Learner, agreement: Agreement, roster: Roster, keys: Path
 ) -> Store:
     """A newcomer's store: a neighbour's z with a mass of its own, recorded as a join."""
-    identity = Identity.read(keys)
+    papers, incarnation = Identity.read(keys), secrets.token_hex(8)
     problems = []
     for member in roster.members:
         if member.name == agreement.name:
             continue
         try:
             async with asyncio.timeout(PULL_SECONDS):
-                round, message = await _pull(
-                    member.address, member.name, identity, agreement.manifest
+                join = Join(
+                    agreement=agreement.hash,
+                    sender=agreement.name,
+                    receiver=member.name,
+                    incarnation=incarnation,
+                    nonce=secrets.token_hex(32),
                 )
+                round, message = await _pull(join, roster, papers, agreement.manifest)
         except (grpc.aio.AioRpcError, WireError, TimeoutError) as problem:
             problems.append(f"{member.name}: {_text(problem)}")
             continue
         memory = Memory(message, learner.rest())
         accounts = Accounts(agreement.name, UNIT, round=round)
         entry = first_entry("join", message, round)
-        return Store.create(folder, accounts, memory, entry, agreement.hash)
+        return Store.create(
+            folder, accounts, memory, entry, agreement.hash, incarnation=incarnation
+        )
     raise QuiverError(f"nobody could be joined: {'; '.join(problems)}.")
 
 
 async def _pull(
-    address: str, name: str, identity: Identity, manifest: Manifest
+    join: Join, roster: Roster, papers: Identity, manifest: Manifest
 ) -> tuple[int, Leaves]:
-    channel = open_channel(address, name, identity)
+    member = roster.member(join.receiver)
+    channel = open_channel(member.address, member.name, papers)
     try:
-        call = channel.unary_stream(f"/{SERVICE}/Pull")(b"")
+        call = channel.unary_stream(f"/{SERVICE}/Pull")(encode(join))
         header = decode(Model, await _frame(call))
+        _check_source(join, header, roster)
         if header.manifest != manifest.hash or header.nbytes != manifest.nbytes:
             raise WireError("manifest", "its model is another one.")
         assembly = Assembly(manifest.nbytes, header.digest)
@@ -94,6 +96,19 @@ async def _pull(
         return header.round, {leaf: values.copy() for leaf, values in message.items()}
     finally:
         await channel.close()
+
+
+def _check_source(join: Join, header: Model, roster: Roster) -> None:
+    """The model is from the member that was asked: by its key in the roster, not its name alone."""
+    pem = header.certificate.encode()
+    try:
+        genuine = roster.identify(pem) == join.receiver
+    except QuiverError as problem:
+        raise WireError("identity", str(problem)) from None
+    if not genuine or not identity.signed_by(
+        identity.parse(pem), header.signature, model_text(join, header)
+    ):
+        raise WireError("identity", "its signature does not fit its key in the roster.")
 
 
 async def _frame(call: Any) -> bytes:

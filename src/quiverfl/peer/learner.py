@@ -15,6 +15,7 @@ from quiverfl.methods.state import roles
 from quiverfl.peer.manifest import Array, Leaves, Manifest
 from quiverfl.task import Task
 from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.topology import Topology
 
 
 class Learner(Protocol):
@@ -124,6 +125,17 @@ def column(graph: Graph, names: list[str], me: int) -> dict[str, float]:
         names[int(row)]: float(weight)
         for row, weight in zip(links.row[mine], links.data[mine], strict=True)
     }
+
+
+def mutual_neighbours(topology: Topology, names: list[str], me: int) -> set[str]:
+    """Who pushes to this peer and gets from it, in the first rounds of the graph."""
+    gives: set[str] = set()
+    gets: set[str] = set()
+    for round in range(min(256, max(64, 8 * len(names)))):
+        graph = topology(round)
+        gives |= expected_senders(graph, names, me)
+        gets |= set(column(graph, names, me))
+    return gives & gets
 
 
 def expected_senders(graph: Graph, names: list[str], me: int) -> set[str]:

@@ -39,6 +39,7 @@ class Transfer:
     units: int
     digest: str  # sha256 of the payload
     total: float  # float64 sum of the payload's numbers, for the audit
+    proof: str = field(default="", compare=False)  # the other side's signature, once there is one
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,16 @@ class Link:
     incarnation: str = ""  # which store the neighbour runs on; empty until they have met
     sent: int = 0  # seq of the last transfer to it
     outbox: Transfer | None = None  # not acknowledged yet: at most one
+    given: int = 0  # units pushed to it in all, without what came back
     received: int = 0  # seq of the last transfer from it that was applied or refused for good
+    taken: int = 0  # units absorbed from it in all
     digest: str = ""  # of that transfer
     refusal: str = ""  # why it was refused; empty when it was applied
     closed: bool = False  # it is leaving: nothing new is sent to it
     gone: bool = False  # evicted here: nothing is sent to it or taken from it
+    banned: bool = False  # evicted for good: a new store does not bring it back
+    pushes: int = 0  # how often it is known to have pushed, to whomever
+    clock: str = ""  # its signature under that
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Accounts:
     pushed: bool = False  # whether `round` has pushed and waits to absorb
     arrived: bool = True  # whether something has come since the last push
     written_off: int = 0
+    pushes: int = 0  # in all: it only grows, so whoever remembers more has seen a newer store
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def link(self, peer: str) -> Link:
@@ -130,12 +137,20 @@ def push(accounts: Accounts, round: int, shares: Mapping[str, Share]) -> Account
         transfer = Transfer(
             accounts.name, receiver, seq, round, share.units, share.digest, share.total
         )
-        links[receiver] = replace(link, sent=seq, outbox=transfer)
+        given = link.given + share.units
+        links[receiver] = replace(link, sent=seq, outbox=transfer, given=given)
     units = accounts.units - sum(share.units for share in shares.values())
     if units < 0:
         raise QuiverError(f"{accounts.name!r} cannot push more mass than it has.")
-    arrived = accounts.arrived and not shares
-    return replace(accounts, units=units, round=round, pushed=True, arrived=arrived, links=links)
+    return replace(
+        accounts,
+        units=units,
+        round=round,
+        pushed=True,
+        arrived=accounts.arrived and not shares,
+        pushes=accounts.pushes + bool(shares),
+        links=links,
+    )
 
 
 def absorb(
@@ -149,7 +164,11 @@ def absorb(
         if receipt.seq != link.received + 1:
             raise QuiverError(f"{receipt} does not follow number {link.received} of its link.")
         links[receipt.sender] = replace(
-            link, received=receipt.seq, digest=receipt.digest, refusal=""
+            link,
+            received=receipt.seq,
+            digest=receipt.digest,
+            refusal="",
+            taken=link.taken + receipt.units,
         )
         units += receipt.units
         arrived = True
@@ -157,7 +176,7 @@ def absorb(
         link = links[refund.receiver]
         if link.outbox != refund:
             raise QuiverError(f"{refund} is not in the outbox.")
-        links[refund.receiver] = replace(link, outbox=None)
+        links[refund.receiver] = replace(link, outbox=None, given=link.given - refund.units)
         units += refund.units
     return replace(accounts, units=units, arrived=arrived, links=links)
 
@@ -190,8 +209,7 @@ def meet(accounts: Accounts, peer: str, incarnation: str) -> Accounts:
     """Remember which store a neighbour runs on. A new store is taken only after an eviction."""
     link = accounts.link(peer)
     if link.gone:
-        if incarnation == link.incarnation:
-            raise QuiverError(f"{peer!r} was evicted: its old store stays outside; let it join.")
+        _check_return(peer, link, incarnation)
         return accounts._with(peer, Link(incarnation=incarnation))
     if not link.incarnation:  # a share may be waiting for it already
         return accounts._with(peer, replace(link, incarnation=incarnation))
@@ -203,12 +221,41 @@ def meet(accounts: Accounts, peer: str, incarnation: str) -> Accounts:
     return accounts
 
 
-def evict(accounts: Accounts, peer: str) -> Accounts:
+def _check_return(peer: str, link: Link, incarnation: str) -> None:
+    if link.banned:
+        raise QuiverError(f"{peer!r} was banned: it does not come back under this name.")
+    if incarnation == link.incarnation:
+        raise QuiverError(f"{peer!r} was evicted: its old store stays outside; let it join.")
+
+
+def may_join(accounts: Accounts, peer: str, incarnation: str) -> None:
+    """Refuse the model to whoever is not about to become a member with this new store."""
+    link = accounts.link(peer)
+    if link.gone:
+        _check_return(peer, link, incarnation)
+    elif link.incarnation:
+        raise QuiverError(
+            f"{peer!r} is in the run already. If its disk was lost, evict it first (quiver peer "
+            "evict), on every remaining peer."
+        )
+
+
+def evict(accounts: Accounts, peer: str, ban: bool = False) -> Accounts:
     """Stop dealing with a peer; a share it never acknowledged is written off, on the record."""
     link = accounts.link(peer)
     lost = link.outbox.units if link.outbox else 0
-    changed = accounts._with(peer, replace(link, outbox=None, gone=True))
+    banned = link.banned or ban
+    changed = accounts._with(peer, replace(link, outbox=None, gone=True, banned=banned))
     return replace(changed, written_off=accounts.written_off + lost)
+
+
+def witness(accounts: Accounts, known: Mapping[str, tuple[str, int, str]]) -> Accounts:
+    """Remember how far others have come (store, pushes, signature), should one restore a backup."""
+    for peer, (store, pushes, clock) in known.items():
+        link = accounts.link(peer)
+        if link.incarnation == store and pushes > link.pushes:
+            accounts = accounts._with(peer, replace(link, pushes=pushes, clock=clock))
+    return accounts
 
 
 def part_from(accounts: Accounts, peer: str) -> Accounts:
@@ -236,6 +283,12 @@ def judge(accounts: Accounts, staged: Mapping[str, Transfer], transfer: Transfer
 def may_push(accounts: Accounts) -> bool:
     """A peer that pushes but receives nothing would divide its mass away, round by round."""
     return accounts.units >= PUSH_FLOOR or accounts.arrived
+
+
+def overdrawn(accounts: Accounts, peer: str, lend: int) -> bool:
+    """Whether a neighbour has taken more than this without giving anything back for it."""
+    link = accounts.link(peer)
+    return link.given - link.taken > lend
 
 
 def free(accounts: Accounts, peer: str) -> bool:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer import signing
 from quiverfl.peer.agreement import Agreement, Limits, older_than_remembered
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import free
+from quiverfl.peer.identity import LiveIdentity
+from quiverfl.peer.ledger import UNIT, Link, free
 from quiverfl.peer.metrics import Log, PeerMetrics
+from quiverfl.peer.notices import Notices
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.sender import RestoredBackup, Sender, Unreachable
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import PROTOCOL, Hello
+from quiverfl.peer.wire import CLOCKS, PROTOCOL, Clock, Hello, Notice
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Neighbours:
         roster: LiveRoster,
         transactions: Transactions,
         store: Store,
-        keys: Path,
+        identity: LiveIdentity,
         agreement: Agreement,
         limits: Limits,
         condition: Condition,
@@ -45,12 +47,20 @@ class Neighbours:
         metrics: PeerMetrics,
         log: Log,
         trace: Trace,
-        changed: Callable[[], None],
+        hear: Callable[[str, int], None],
+        forget: Callable[[str], None],
+        fail: Callable[[QuiverError], None],
     ) -> None:
         self._transactions, self._agreement, self._condition = transactions, agreement, condition
         self._incarnation = store.meta("incarnation")
-        self._trust_store, self._changed = trust_store, changed
-        self.absent: set[str] = set()  # missed a deadline and not heard since: not waited for
+        self._trust_store, self._hear = trust_store, hear
+        self._roster, self._identity, self._log = roster, identity, log
+        self.absent: set[str] = set()  # missed a deadline and not in step since: not waited for
+        self.clogged: set[str] = set()  # have not acknowledged in time: not waited for either
+        self.notices = Notices(agreement.hash, store.notices())
+        self._store, self._forget, self._fail = store, forget, fail
+        self._learning: set[asyncio.Task[None]] = set()
+        self.greeted: set[str] = set()  # since this process has started
         self.done: set[str] = set()  # have finished and delivered everything
         self.senders = {
             peer: Sender(
@@ -59,11 +69,14 @@ class Neighbours:
                 agreement=agreement,
                 limits=limits,
                 roster=roster,
-                identity=lambda: Identity.read(keys),
+                identity=identity.refresh,
                 incarnation=self._incarnation,
                 payload=store.payload,
+                vouchers=store.vouchers,
+                clocks=lambda peer: self.clocks(peer, 8),
                 compose=self.hello,
                 on_greeting=self.met,
+                on_refusal=lambda peer: self._later(self._learn(peer)),
                 metrics=metrics,
                 log=log,
                 trace=trace,
@@ -74,6 +87,7 @@ class Neighbours:
 
     def hello(self, peer: str) -> Hello:
         link = self._transactions.accounts.link(peer)
+        link = Link() if link.gone else link  # whoever comes back there has another store
         return Hello(
             protocol=PROTOCOL,
             run=self._agreement.run,
@@ -82,29 +96,139 @@ class Neighbours:
             sender=self._agreement.name,
             receiver=peer,
             incarnation=self._incarnation,
+            towards=link.incarnation,
             nonce=secrets.token_hex(32),
             sent=link.sent,
             acknowledged=link.sent - (1 if link.outbox else 0),
             received=link.received,
+            round=self._transactions.accounts.round,
+            clocks=self.clocks(peer, CLOCKS),
+            notices=self.notices.hash,
             leaving=self._condition.leaving,
             finished=self._condition.finished(),
         )
+
+    def clocks(self, towards: str, most: int) -> list[Clock]:
+        """How far this peer, the one it talks to and some others have come."""
+        transactions = self._transactions
+        others = [peer for peer in transactions.accounts.links if peer != towards]
+        chosen = [towards, *random.sample(others, min(len(others), most - 2))]
+        known = [transactions.clock(peer) for peer in chosen]
+        mine = signing.clock(
+            self._identity.refresh(),
+            self._agreement.hash,
+            self._agreement.name,
+            self._incarnation,
+            transactions.accounts.pushes,
+        )
+        return [mine, *(clock for clock in known if clock is not None)]
+
+    def genuine(self, clock: Clock) -> bool:
+        return signing.clock_holds(self._roster.refresh(), self._agreement.hash, clock)
+
+    def _own_pushes(self, hello: Hello) -> int:
+        """What the neighbour has in this peer's own hand about this store."""
+        mine = (self._agreement.name, self._incarnation)
+        shown = [c for c in hello.clocks if (c.peer, c.store) == mine and self.genuine(c)]
+        return max((clock.pushes for clock in shown), default=0)
+
+    def quorum(self) -> int:
+        """How many more to ask before this peer may spend from a store that has spent before.
+
+        Half of those it deals with: each tells what it remembers and has heard of this peer.
+        """
+        if self._trust_store or not self._transactions.accounts.pushes:
+            return 0
+        staying = self.staying()
+        return max(0, (len(staying) + 1) // 2 - len(staying & self.greeted))
 
     async def met(self, hello: Hello) -> None:
         """A neighbour has spoken, as caller or as called."""
         if hello.sender not in self.senders:
             raise QuiverError(f"{hello.sender!r} was not in the roster when this peer started.")
+        if hello.towards not in ("", self._incarnation):
+            raise QuiverError(
+                f"{hello.sender!r} remembers another store of {self._agreement.name!r}: it has not "
+                "heard yet that that one was evicted."
+            )
         await self._transactions.meet(hello.sender, hello.incarnation)
-        link = self._transactions.accounts.link(hello.sender)
-        problem = older_than_remembered(self._agreement.name, link, hello)
+        accounts, shown = self._transactions.accounts, self._own_pushes(hello)
+        problem = older_than_remembered(self._agreement.name, shown, accounts, hello)
         if problem and not self._trust_store:
             raise RestoredBackup(problem)
-        self.absent.discard(hello.sender)
+        self._transactions.witness(hello.clocks, self.genuine)
+        if hello.notices and hello.notices != self.notices.hash:
+            self._later(self._learn(hello.sender))
+        self.greeted.add(hello.sender)
         if hello.leaving:
             await self._transactions.part_from(hello.sender)
         (self.done.add if hello.finished else self.done.discard)(hello.sender)
         self.senders[hello.sender].wake()
-        self._changed()
+        self._hear(hello.sender, hello.round)
+
+    # Evictions: each member signs its own, and all tell each other
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._learning.add(task)
+        task.add_done_callback(self._learning.discard)
+
+    async def settled(self) -> None:
+        """Until everything that greetings have promised was heard."""
+        while self._learning:
+            await asyncio.gather(*self._learning)
+
+    async def _learn(self, peer: str) -> None:
+        for notice in await self.senders[peer].notices():
+            body = self.notices.add(notice, self._roster.refresh())
+            if body is not None:
+                await asyncio.to_thread(self._store.note_notice, body)
+                self._log("notice", by=notice.by, about=notice.about, store=notice.store)
+        await self._heed()
+
+    async def _heed(self) -> None:
+        """Do here what most others have done."""
+        for about, store, ban in self.notices.decided(self._roster.refresh().names):
+            if (about, store) == (self._agreement.name, self._incarnation):
+                self._fail(
+                    QuiverError(
+                        f"most others have evicted this store of {about!r}: "
+                        + ("it was banned." if ban else "let it join again with a new one.")
+                    )
+                )
+                continue
+            link = self._transactions.accounts.link(about)
+            if link.incarnation == store and (not link.gone or (ban and not link.banned)):
+                await self.evict(about, ban)
+
+    async def evict(self, peer: str, ban: bool) -> int:
+        """Stop dealing with a peer, and tell the others in this peer's own hand."""
+        store = self._transactions.accounts.link(peer).incarnation
+        lost = await self._transactions.evict(peer, ban)
+        self._forget(peer)
+        self.senders[peer].refund = None
+        self._log.alarm("evicted", about=peer, written_off=lost / UNIT)
+        if store:
+            await self._announce(Notice(by=self._agreement.name, about=peer, store=store, ban=ban))
+        return lost
+
+    async def sign_evictions(self) -> None:
+        """Of what was evicted here while the peer did not run."""
+        for peer, link in self._transactions.accounts.links.items():
+            if link.gone and link.incarnation:
+                me = self._agreement.name
+                notice = Notice(by=me, about=peer, store=link.incarnation, ban=link.banned)
+                await self._announce(notice)
+
+    async def _announce(self, notice: Notice) -> None:
+        signed = signing.notice(self._identity.refresh(), self._agreement.hash, notice)
+        body = self.notices.add(signed, self._roster.refresh())
+        if body is not None:
+            await asyncio.to_thread(self._store.note_notice, body)
+            self._later(self._spread())
+
+    async def _spread(self) -> None:
+        await self.tell(self.staying())
 
     async def tell(self, to: set[str]) -> set[str]:
         """Say hello, with news of oneself; who has heard it."""
@@ -126,6 +250,15 @@ class Neighbours:
 
     def free(self, peer: str) -> bool:
         return free(self._transactions.accounts, peer)
+
+    def waited_for(self, peers: set[str]) -> set[str]:
+        """Of these, whose acknowledgement a round may wait for.
+
+        Whoever let a deadline pass is waited for again once it has acknowledged: a member that
+        never does costs one deadline, not one a round.
+        """
+        self.clogged = {peer for peer in self.clogged if not self.free(peer)}
+        return peers - self.outside() - self.absent - self.clogged
 
     def staying(self) -> set[str]:
         return set(self.senders) - self.outside()

@@ -21,10 +21,13 @@ from quiverfl.engine.history import evaluates
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.descriptors import acceptable_connections
 from quiverfl.peer.files import write_durably
-from quiverfl.peer.learner import Learner, column, expected_senders
+from quiverfl.peer.identity import LiveIdentity
+from quiverfl.peer.learner import Learner, column, expected_senders, mutual_neighbours
 from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
+from quiverfl.peer.offering import Offering
 from quiverfl.peer.peer_settings import Outcome, Settings
 from quiverfl.peer.receiver import Receiver
 from quiverfl.peer.requests import RequestHandler
@@ -65,19 +68,28 @@ class Node:
             limits.keepalive_seconds,
         )
         self.record, self.log, self.metrics = record, Log(agreement.name), PeerMetrics()
-        self._roster = LiveRoster(keys / ROSTER)
+        self._roster, self._identity = LiveRoster(keys / ROSTER), LiveIdentity(keys)
         self.names = self._roster.current.names
         self.number = self._roster.current.number(agreement.name)
         self.transactions = Transactions(store, agreement.manifest)
         self.receiver = Receiver(
-            self.transactions, agreement, limits, self.metrics, self.log, trace
+            self.transactions,
+            agreement,
+            limits,
+            self.metrics,
+            self.log,
+            trace,
+            roster=self._roster,
+            identity=self._identity,
+            store=store,
         )
+        self.offering = Offering(self.transactions, agreement, limits, store.folder)
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)
         self.neighbours = Neighbours(
             self._roster,
             self.transactions,
             store,
-            keys,
+            self._identity,
             agreement,
             limits,
             self.condition,
@@ -85,7 +97,9 @@ class Node:
             metrics=self.metrics,
             log=self.log,
             trace=trace,
-            changed=self.receiver.changed.set,
+            hear=self.receiver.hear,
+            forget=self.receiver.forget,
+            fail=self._fail,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stopped = asyncio.Event()
@@ -93,11 +107,18 @@ class Node:
         self.state = "starting"
         self.scores: dict[str, float] = {}
         self._outbox_since = time.monotonic()
+        self._mutual = mutual_neighbours(topology, self.names, self.number)
 
     # The life of the process
 
     async def run(self) -> Outcome:
-        server = Server(self.settings.bind, self._keys, self._service(), self._keepalive)
+        server = Server(
+            self.settings.bind,
+            self._keys,
+            self._service(),
+            self._keepalive,
+            acceptable_connections(len(self.names)),
+        )
         endpoint = None
         if self.settings.metrics:
             endpoint = serve_metrics(self.settings.metrics, self.metrics, self.gauges)
@@ -107,12 +128,15 @@ class Node:
             task.add_done_callback(self._sender_ended)
         self.log("started", round=self.transactions.accounts.round, port=server.port)
         try:
+            await self.neighbours.sign_evictions()
             await self.neighbours.tell(set(self.neighbours.senders))
+            await self.neighbours.settled()
             await self._restore()
             await self._rounds()
             await self._end()
         finally:
             self.state = "stopping"
+            await self.neighbours.settled()
             await asyncio.gather(*(c.close() for c in self.neighbours.senders.values()))
             for task in tasks:
                 task.cancel()
@@ -129,10 +153,11 @@ class Node:
     def _service(self) -> PeerService:
         handler = RequestHandler(
             self.agreement,
-            self._keys,
+            self._identity,
             self.transactions,
             self.receiver,
             self.neighbours,
+            self.offering,
             self.metrics,
             self.log,
             status=self.status,
@@ -223,7 +248,8 @@ class Node:
         elif finish:
             await self.transactions.finish_round()
         transfers = [transfer for transfer, _ in receipts]
-        self.neighbours.absent -= {transfer.sender for transfer in transfers}
+        if up_to is not None:  # in step again: waited for from now on
+            self.neighbours.absent -= {t.sender for t in transfers if t.round >= up_to}
         self.receiver.committed(transfers)
         for sender in refunding:
             sender.refund = None
@@ -236,7 +262,19 @@ class Node:
     # In sync mode a round waits for the shares its graph promises, or for a deadline; in async mode
     # it takes what has come.
 
+    async def _ask(self) -> None:
+        """Before it spends: does anybody remember a newer store of this peer's?"""
+        pause = 0.1
+        while (lacking := self.neighbours.quorum()) and not self.stopping:
+            self.state = "asking"
+            self.log("asking", lacking=lacking, remedy="start more peers, or use --trust-store")
+            await self.neighbours.tell(self.neighbours.staying() - self.neighbours.greeted)
+            await self.until(lambda: not self.neighbours.quorum(), pause)
+            pause = min(2 * pause, 30.0)
+
     async def _rounds(self) -> None:
+        if self.transactions.accounts.round < self.settings.rounds:
+            await self._ask()
         while self.transactions.accounts.round < self.settings.rounds:
             if self.stopping or self.condition.leaving:
                 return
@@ -280,17 +318,20 @@ class Node:
         """Split and commit; False if there was no time for it before the end."""
         neighbours, others = self.neighbours, set(weights) - {self.agreement.name}
         if self._sync():
-            ready = others - neighbours.outside()
             await self.until(
-                lambda: all(neighbours.free(p) for p in ready - neighbours.absent), None
+                lambda: all(neighbours.free(peer) for peer in neighbours.waited_for(others)), None
             )
-            neighbours.absent |= {peer for peer in ready if not neighbours.free(peer)}
+            late = {peer for peer in neighbours.waited_for(others) if not neighbours.free(peer)}
+            neighbours.clogged |= late
             if self.stopping:
                 return False
-        cautious = not self._sync() or bool(neighbours.absent)
+        cautious = not self._sync() or bool(neighbours.absent | neighbours.clogged)
         may = not cautious or ledger.may_push(self.transactions.accounts)
+        barred = self._overdrawn()
         chosen = {
-            p: w for p, w in weights.items() if p not in others or (may and neighbours.free(p))
+            p: w
+            for p, w in weights.items()
+            if p not in others or (may and neighbours.free(p) and p not in barred)
         }
         parts = ledger.as_parts(chosen)
         home = parts.pop(self.agreement.name, 0)
@@ -299,6 +340,16 @@ class Node:
         for transfer in await self.transactions.push(t, message, rest, parts, home):
             neighbours.senders[transfer.receiver].wake()
         return True
+
+    def _overdrawn(self) -> set[str]:
+        """Async: who has so much of this peer's mass that it must give some back first.
+
+        Of two honest neighbours one at least may always push to the other.
+        """
+        if self._sync():
+            return set()
+        accounts, lend = self.transactions.accounts, int(self.settings.lend * ledger.UNIT)
+        return {peer for peer in self._mutual if ledger.overdrawn(accounts, peer, lend)}
 
     async def _gather(self, t: int, expected: set[str]) -> None:
         """Until every promised share is here, or the deadline: late ones merge in a later round."""
@@ -318,12 +369,30 @@ class Node:
         """Async: go on at once, unless asked to pause or too far ahead of the slowest heard."""
         if self.settings.pause:
             await self.until(lambda: False, self.settings.pause)
-        bound, heard = self.settings.staleness, self.receiver.heard
-        if bound is not None:
-            away = self.neighbours.done | self.neighbours.outside()
-            await self.until(
-                lambda: all(heard[peer] >= t - bound for peer in set(heard) - away), None
-            )
+        if self.settings.staleness is not None:
+            await self._stay_close(t - self.settings.staleness)
+
+    async def _stay_close(self, least: int) -> None:
+        """Until nobody is in an earlier round than this, or the deadline.
+
+        They are asked: a share from each may be long in coming, as the graph or its back-pressure
+        has it. Who lets the deadline pass is waited for again once it has caught up.
+        """
+        neighbours, heard = self.neighbours, self.receiver.heard
+        neighbours.absent -= {peer for peer, round in heard.items() if round >= least}
+
+        def behind() -> set[str]:
+            late = {peer for peer, round in heard.items() if round < least}
+            return late - neighbours.done - neighbours.outside() - neighbours.absent
+
+        end, pause = time.monotonic() + self.settings.deadline, 0.02
+        while behind() and time.monotonic() < end:
+            await neighbours.tell(behind())
+            await self.until(lambda: not behind(), min(pause, end - time.monotonic()))
+            if self.stopping or self.condition.leaving:
+                return
+            pause = min(1.5 * pause, 1.0)
+        neighbours.absent |= behind()
 
     # Its end: it stays until the others have finished, or it gives all its mass away.
 
@@ -360,6 +429,7 @@ class Node:
 
     async def _give_everything_away(self) -> None:
         """Tell everybody, then push everything out until nothing is left here or on its way."""
+        await self._ask()
         self.state = "leaving"
         if self.transactions.accounts.units:
             model = await self.off_loop(self.learner.model)
@@ -434,5 +504,6 @@ class Node:
             "counts": dict(self.metrics.counts),
             "refusals": dict(self.metrics.refusals),
             "absent": sorted(self.neighbours.absent),
+            "overdrawn": sorted(self._overdrawn()),
             "problems": self._problems(),
         }

@@ -65,6 +65,7 @@ class PeersSection(_Section):
     mode: Literal["sync", "async"] = "sync"
     deadline: float = Field(default=60.0, gt=0)
     staleness: int | None = Field(default=None, ge=0)
+    lend: float = Field(default=0.25, gt=0)
     pause: float = Field(default=0.0, ge=0)
     linger: float = Field(default=30.0, gt=0)
     outlier: Literal["off", "warn", "refuse"] = "off"
@@ -119,6 +120,7 @@ class PeerFolder:
             mode=self.peers.mode,
             deadline=self.peers.deadline,
             staleness=self.peers.staleness,
+            lend=self.peers.lend,
             pause=self.peers.pause,
             linger=self.peers.linger,
             bind=self.own.bind,

@@ -14,6 +14,7 @@ class Settings:
     mode: Literal["sync", "async"] = "sync"
     deadline: float = 60.0  # seconds a round waits for missing shares before it goes on
     staleness: int | None = None  # async: rounds a peer may be ahead of the slowest it has heard
+    lend: float = 0.25  # async: mass a neighbour may have of this peer's before it gives some back
     pause: float = 0.0  # async: seconds between rounds
     linger: float = 30.0  # seconds without news before a finished peer stops serving others
     bind: str = "127.0.0.1:0"

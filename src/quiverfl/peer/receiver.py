@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quiverfl.peer import ledger
+from quiverfl.peer import ledger, signing
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.credit import Credit
+from quiverfl.peer.identity import LiveIdentity
+from quiverfl.peer.intake import Intake, Turns
 from quiverfl.peer.ledger import UNIT, Transfer, Verdict
 from quiverfl.peer.manifest import Leaves, finite, norm, total
 from quiverfl.peer.metrics import Log, PeerMetrics
-from quiverfl.peer.store import Trace
+from quiverfl.peer.roster import LiveRoster
+from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import (
     Announcement,
     Assembly,
+    Evidence,
     Reply,
     WireError,
     Word,
@@ -43,20 +48,30 @@ class Receiver:
         metrics: PeerMetrics,
         log: Log,
         trace: Trace,
+        *,
+        roster: LiveRoster,
+        identity: LiveIdentity,
+        store: Store,
     ) -> None:
+        self._roster, self._identity = roster, identity
+        self._incarnation = store.meta("incarnation")
+        self._credit = Credit(agreement.hash, agreement.name, store.shown())
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
         self._metrics, self._log, self._trace = metrics, log, trace
-        self._bodies = asyncio.Semaphore(limits.bodies)
+        self._intake, self._streams = Intake(limits.bodies, limits), Turns(limits.streams)
         self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
         self.staged: dict[str, Staged] = {}
-        self.heard: dict[str, int] = {}  # the latest round announced by each neighbour
+        self.heard: dict[str, int] = {}  # the latest round each neighbour is known to be in
         self.changed = asyncio.Event()
 
     async def push(self, sender: str, frames: AsyncIterator[bytes], answer: Answer) -> None:
         """One attempt of a neighbour to deliver one share."""
         try:
-            announcement = decode(Announcement, await self._next(frames))
-            await self._handle(sender, announcement, frames, answer)
+            async with self._streams.of(sender):
+                announcement = decode(Announcement, await self._next(frames))
+                await self._handle(sender, announcement, frames, answer)
+        except TimeoutError:  # it does not read what it is told
+            self._metrics.refused("deaf")
         except WireError as problem:
             self._metrics.refused(problem.kind)
             self._log("refused", sender=sender, reason=problem.kind, detail=str(problem))
@@ -83,7 +98,9 @@ class Receiver:
             self._log("refused", sender=sender, seq=a.seq, reason=refusal.reason)
             await answer(refusal)
             return
-        transfer = Transfer(sender, a.receiver, a.seq, a.round, a.units, a.digest, 0.0)
+        roster, agreed = self._roster.refresh(), self._agreement.hash
+        self._transactions.witness(a.clocks, lambda c: signing.clock_holds(roster, agreed, c))
+        transfer = _announced(a)
         verdict = self._judge(transfer)
         if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):
             self._metrics.add("duplicates")
@@ -113,6 +130,10 @@ class Receiver:
             return Reply(word="retry", reason="stranger: say hello first")
         if a.incarnation != link.incarnation:
             return Reply(word="denied", reason="incarnation: another store than the one met")
+        roster, agreed = self._roster.refresh(), self._agreement.hash
+        stores = (a.incarnation, self._incarnation)
+        if not signing.holds(roster, "share", _announced(a), agreed, *stores):
+            return Reply(word="denied", reason="signature: not by the key in the roster")
         return None
 
     def _judge(self, transfer: Transfer) -> Verdict:
@@ -131,39 +152,70 @@ class Receiver:
         """Take the body in; afterwards it is staged, or refused for good."""
         if len(self.staged) >= self._limits.staged:
             raise WireError("busy", "too many shares wait for the next commit; try again later.")
-        async with self._bodies:
+        if not await self._shown(transfer, frames, answer):
+            return await self._refuse(transfer, "mass it cannot show")
+        async with self._intake.place(transfer.sender) as left:
             await answer(Reply(word="proceed"))
             assembly = Assembly(self._agreement.manifest.nbytes, transfer.digest)
-            await self._fill(assembly, frames)
+            await self._fill(assembly, frames, left)
             message = self._agreement.manifest.unpack(assembly.payload())
         own = self._transactions.memory.message
         reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
-        transfer = Transfer(*_identified(transfer), value)
+        transfer = replace(transfer, total=value)
         verdict = self._judge(transfer)  # another stream may have been faster
         if verdict is not Verdict.PROCEED:
             return verdict
         if reason:
+            return await self._refuse(transfer, reason)
+        self.staged[transfer.sender] = Staged(transfer, message)
+        self.hear(transfer.sender, transfer.round)
+        return Verdict.STAGED
+
+    async def _refuse(self, transfer: Transfer, reason: str) -> Verdict:
+        if self._judge(transfer) is Verdict.PROCEED:
             await self._transactions.bury(transfer, reason)
             self._metrics.refused(reason)
             self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
-            return Verdict.REFUSED
-        self.staged[transfer.sender] = Staged(transfer, message)
-        self.heard[transfer.sender] = transfer.round
-        self.changed.set()
-        return Verdict.STAGED
+        return self._judge(transfer)
 
-    async def _fill(self, assembly: Assembly, frames: AsyncIterator[bytes]) -> None:
+    async def _shown(
+        self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
+    ) -> bool:
+        """Whether the sender can have so much mass; it is asked to show where it comes from."""
+        sender = transfer.sender
+        if transfer.units > self._limits.mass_cap:
+            return True  # refused for that
+        while not self._credit.covers(self._transactions.accounts, transfer):
+            await answer(Reply(word="show", rows=self._credit.of(sender).rows))
+            vouchers = decode(Evidence, await self._next(frames)).vouchers
+            if not vouchers:
+                return False
+            store = self._transactions.accounts.link(sender).incarnation
+            roster = self._roster.refresh()
+            self._credit.believe(sender, store, self._incarnation, vouchers, roster)
+            await self._transactions.note_shown(sender, self._credit.of(sender).written())
+        return True
+
+    def hear(self, peer: str, round: int) -> None:
+        """A neighbour is known to have come this far; it never goes back."""
+        self.heard[peer] = max(round, self.heard.get(peer, 0))
+        self.changed.set()
+
+    async def _fill(
+        self, assembly: Assembly, frames: AsyncIterator[bytes], left: Callable[[int], float]
+    ) -> None:
         """Read a chunk while the one before it is checked.
 
         In a thread: checksums of a large share would hold up everybody else on the event loop.
         """
-        left = self._agreement.manifest.nbytes
+        nbytes = self._agreement.manifest.nbytes
+        filled = 0
         reading = asyncio.ensure_future(self._next(frames))
         try:
             while not assembly.complete:
-                frame = await reading
-                left -= data_bytes(frame)
-                if left > 0:
+                frame = await _in_time(reading, left, filled)
+                filled += data_bytes(frame)
+                if filled < nbytes:
                     reading = asyncio.ensure_future(self._next(frames))
                 await asyncio.to_thread(assembly.add, frame)
         finally:
@@ -189,10 +241,11 @@ class Receiver:
     async def _conclude(self, verdict: Verdict, transfer: Transfer, answer: Answer) -> None:
         where = _coordinates(transfer)
         if verdict is Verdict.APPLIED:
-            await answer(Reply(word="applied"))
+            await answer(Reply(word="applied", proof=self._receipt("applied", transfer)))
         elif verdict is Verdict.REFUSED:
             reason = self._transactions.accounts.link(transfer.sender).refusal
-            await answer(Reply(word="refused", reason=reason))
+            proof = self._receipt("refused", transfer)
+            await answer(Reply(word="refused", reason=reason, proof=proof))
         elif verdict is Verdict.PROCEED:  # staged, then lost with a rolled-back commit
             await answer(Reply(word="retry", reason="rolled back"))
         else:
@@ -200,6 +253,11 @@ class Receiver:
             self._metrics.add("alarms")
             self._log.alarm("transfer refused", **where, reason=verdict.value)
             await answer(Reply(word="denied", reason=verdict.value))
+
+    def _receipt(self, word: str, transfer: Transfer) -> str:
+        store = self._transactions.accounts.link(transfer.sender).incarnation
+        papers, agreed = self._identity.refresh(), self._agreement.hash
+        return signing.proof(papers, word, transfer, agreed, (store, self._incarnation))
 
     def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
         """Staged shares in sender order; in sync mode those of rounds that are over."""
@@ -211,7 +269,8 @@ class Receiver:
         return [(entry.transfer, entry.message) for entry in chosen]
 
     def forget(self, sender: str) -> None:
-        """Drop what is staged from a peer that was evicted."""
+        """Drop what is staged from a peer that was evicted, and what it has shown."""
+        self._credit.forget(sender)
         staged = self.staged.pop(sender, None)
         if staged is not None:
             self.committed([staged.transfer])
@@ -225,8 +284,19 @@ class Receiver:
                 waiting.set_result(None)
 
 
-def _identified(t: Transfer) -> tuple[str, str, int, int, int, str]:
-    return t.sender, t.receiver, t.seq, t.round, t.units, t.digest
+async def _in_time(
+    reading: asyncio.Future[bytes], left: Callable[[int], float], filled: int
+) -> bytes:
+    """The next frame, unless its stream is too slow; others may come to wait in the meantime."""
+    while (seconds := left(filled)) > 0:
+        done, _ = await asyncio.wait({reading}, timeout=min(seconds, 0.25))
+        if done:
+            return reading.result()
+    raise WireError("slow", "too slow: the bytes come at a pace that nobody can wait for.")
+
+
+def _announced(a: Announcement) -> Transfer:
+    return Transfer(a.sender, a.receiver, a.seq, a.round, a.units, a.digest, 0.0, a.proof)
 
 
 def _coordinates(transfer: Transfer) -> dict[str, object]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.joining import model_frames
+from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.neighbours import Neighbours
+from quiverfl.peer.offering import Offering
 from quiverfl.peer.receiver import Receiver
 from quiverfl.peer.sender import RestoredBackup, signed_text
 from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import Greeting, Hello, Order, Reply
+from quiverfl.peer.wire import Greeting, Hello, Join, NoticeList, Order, Reply
 
 
 class RequestHandler:
@@ -25,10 +24,11 @@ class RequestHandler:
     def __init__(
         self,
         agreement: Agreement,
-        keys: Path,
+        identity: LiveIdentity,
         transactions: Transactions,
         receiver: Receiver,
         neighbours: Neighbours,
+        offering: Offering,
         metrics: PeerMetrics,
         log: Log,
         *,
@@ -38,13 +38,14 @@ class RequestHandler:
         fail: Callable[[QuiverError], None],
     ) -> None:
         self.name = agreement.name
-        self._agreement, self._keys, self._transactions, self._receiver = (
+        self._agreement, self._identity, self._transactions, self._receiver = (
             agreement,
-            keys,
+            identity,
             transactions,
             receiver,
         )
-        self._neighbours, self._metrics, self._log = neighbours, metrics, log
+        self._neighbours, self._offering = neighbours, offering
+        self._metrics, self._log = metrics, log
         self._status, self._stop, self._leave, self._fail = status, stop, leave, fail
 
     async def greet(self, sender: str, hello: Hello) -> Greeting:
@@ -54,7 +55,7 @@ class RequestHandler:
             self._log.alarm("hello refused", sender=sender, reason=refusal)
             return Greeting(refusal=refusal[:1000])
         mine = self._neighbours.hello(sender)
-        identity = Identity.read(self._keys)
+        identity = self._identity.refresh()
         return Greeting(
             hello=mine,
             certificate=identity.certificate.decode(),
@@ -84,8 +85,13 @@ class RequestHandler:
     ) -> Awaitable[None]:
         return self._receiver.push(sender, frames, answer)
 
-    def model(self) -> AsyncIterator[bytes]:
-        return model_frames(self._transactions, self._agreement.manifest)
+    def offer(
+        self, sender: str, join: Join, send: Callable[[bytes], Awaitable[None]]
+    ) -> Awaitable[None]:
+        return self._offering.serve(sender, join, self._identity.refresh(), send)
+
+    def notices(self) -> NoticeList:
+        return self._neighbours.notices.everything()
 
     async def obey(self, order: Order) -> dict[str, Any]:
         if order.action != "status":
@@ -95,13 +101,11 @@ class RequestHandler:
         elif order.action == "leave":
             self._leave()
         elif order.action == "evict":
-            return await self._evict(order.peer)
+            return await self._evict(order.peer, order.ban)
         return self._status()
 
-    async def _evict(self, peer: str | None) -> dict[str, Any]:
+    async def _evict(self, peer: str | None, ban: bool) -> dict[str, Any]:
         if peer is None or peer not in self._neighbours.senders:
             raise QuiverError(f"evict {peer!r}: name another member of the roster.")
-        lost = await self._transactions.evict(peer)
-        self._receiver.forget(peer)
-        self._log.alarm("evicted", about=peer, written_off=lost / UNIT)
+        lost = await self._neighbours.evict(peer, ban)
         return {"evicted": peer, "written_off": lost / UNIT}

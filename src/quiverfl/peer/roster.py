@@ -23,6 +23,7 @@ class _Line(BaseModel):
     name: Name
     address: Annotated[str, Field(pattern=r"^[^\s]+:\d+$")]
     keys: list[Hash]
+    former: list[Hash] = []
 
 
 class _File(BaseModel):
@@ -38,6 +39,7 @@ class Member:
     name: str
     address: str
     keys: tuple[str, ...]
+    former: tuple[str, ...] = ()  # dropped: no longer let in, but what they signed stays signed
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Roster:
             raise QuiverError(f"cannot read the roster {path}: {problem.strerror}.") from problem
         except (tomllib.TOMLDecodeError, ValidationError) as problem:
             raise QuiverError(f"the roster {path} cannot be understood: {problem}") from problem
-        members = tuple(Member(m.name, m.address, tuple(m.keys)) for m in content.peer)
+        members = tuple(
+            Member(m.name, m.address, tuple(m.keys), tuple(m.former)) for m in content.peer
+        )
         known = [member.name for member in members]
         for name in known:
             if known.count(name) > 1:
@@ -66,6 +70,8 @@ class Roster:
             lines += ["", "[[peer]]", f"name = {json.dumps(member.name)}"]
             lines.append(f"address = {json.dumps(member.address)}")
             lines.append(f"keys = {json.dumps(list(member.keys))}")
+            if member.former:
+                lines.append(f"former = {json.dumps(list(member.former))}")
         write_durably(path, ("\n".join(lines) + "\n").encode(), 0o644)
 
     @property
@@ -86,7 +92,8 @@ class Roster:
         """A new key for a member; the old one stays valid until it is dropped."""
         old = self.member(name)
         keys = (*(k for k in old.keys if keep_old and k != key), key)
-        changed = replace(old, keys=keys)
+        former = (*old.former, *(k for k in old.keys if k not in keys))
+        changed = replace(old, keys=keys, former=former)
         return replace(self, members=tuple(changed if m == old else m for m in self.members))
 
     def identify(self, pem: bytes) -> str:
@@ -108,9 +115,16 @@ class LiveRoster:
         self._path = path
         self._stamp = path.stat().st_mtime_ns
         self.current = Roster.read(path)
+        self._problem = ""
 
     def refresh(self) -> Roster:
-        stamp = self._path.stat().st_mtime_ns
-        if stamp != self._stamp:
-            self.current, self._stamp = Roster.read(self._path), stamp
+        """The members as of now; a file that cannot be read at the moment changes nothing."""
+        try:
+            stamp = self._path.stat().st_mtime_ns
+            if stamp != self._stamp:
+                self.current, self._stamp = Roster.read(self._path), stamp
+            self._problem = ""
+        except (OSError, QuiverError) as problem:
+            told = f"the roster is not read again: {problem}"
+            self._problem = identity.told_once(told, self._problem)
         return self.current

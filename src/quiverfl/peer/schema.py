@@ -26,9 +26,11 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE account (one INTEGER PRIMARY KEY CHECK (one = 1), body TEXT NOT NULL);
 CREATE TABLE files (role TEXT NOT NULL, name TEXT PRIMARY KEY, digest TEXT NOT NULL);
 CREATE TABLE sent (sender TEXT, receiver TEXT, seq INTEGER, round INTEGER, units INTEGER,
-  digest TEXT, total REAL, status TEXT NOT NULL, PRIMARY KEY (receiver, seq));
+  digest TEXT, total REAL, proof TEXT, status TEXT NOT NULL, PRIMARY KEY (receiver, seq));
 CREATE TABLE received (sender TEXT, receiver TEXT, seq INTEGER, round INTEGER, units INTEGER,
-  digest TEXT, total REAL, refusal TEXT NOT NULL, PRIMARY KEY (sender, seq));
+  digest TEXT, total REAL, proof TEXT, refusal TEXT NOT NULL, PRIMARY KEY (sender, seq));
+CREATE TABLE notices (body TEXT PRIMARY KEY);
+CREATE TABLE shown (sender TEXT PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE entries (number INTEGER PRIMARY KEY, kind TEXT, round INTEGER, units INTEGER,
   units_in INTEGER, units_out INTEGER, total REAL, total_in REAL, total_out REAL, trained REAL,
   scale REAL)
@@ -62,16 +64,25 @@ def accounts_from(body: str) -> Accounts:
 
 
 def sent(transfer: Transfer, status: str) -> Change:
-    return ("INSERT INTO sent VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*astuple(transfer), status))
+    return ("INSERT INTO sent VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*astuple(transfer), status))
 
 
 def received(transfer: Transfer, refusal: str) -> Change:
-    return ("INSERT INTO received VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*astuple(transfer), refusal))
+    statement = "INSERT INTO received VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    return (statement, (*astuple(transfer), refusal))
+
+
+def notice(body: str) -> Change:
+    return ("INSERT OR IGNORE INTO notices VALUES (?)", (body,))
+
+
+def shown(sender: str, body: str) -> Change:
+    return ("INSERT OR REPLACE INTO shown VALUES (?, ?)", (sender, body))
 
 
 def status(transfer: Transfer, word: str) -> Change:
-    statement = "UPDATE sent SET status = ? WHERE receiver = ? AND seq = ?"
-    return (statement, (word, transfer.receiver, transfer.seq))
+    statement = "UPDATE sent SET status = ?, proof = ? WHERE receiver = ? AND seq = ?"
+    return (statement, (word, transfer.proof, transfer.receiver, transfer.seq))
 
 
 def entry(line: Entry) -> Change:
@@ -97,14 +108,17 @@ def _read(folder: Path) -> Statement:
         database.execute("BEGIN")
         accounts = accounts_from(database.execute("SELECT body FROM account").fetchone()[0])
         entries = [Entry(*row[1:]) for row in database.execute("SELECT * FROM entries")]
-        outgoing = [Sent(Transfer(*r[:7]), r[7]) for r in database.execute("SELECT * FROM sent")]
+        outgoing = [Sent(Transfer(*r[:8]), r[8]) for r in database.execute("SELECT * FROM sent")]
         incoming = database.execute("SELECT * FROM received")
-        taken = [Received(Transfer(*r[:7]), r[7]) for r in incoming]
-        agreed = database.execute("SELECT value FROM meta WHERE key = 'agreement'").fetchone()
+        taken = [Received(Transfer(*r[:8]), r[8]) for r in incoming]
+        meta = dict(database.execute("SELECT key, value FROM meta"))
         query = "SELECT name, digest FROM files WHERE role = 'state'"
         name, digest = database.execute(query).fetchone()
-    except sqlite3.Error as problem:
-        raise QuiverError(f"{folder} cannot be read as a peer's store: {problem}.") from problem
+    except (sqlite3.Error, IndexError) as problem:
+        raise QuiverError(
+            f"{folder} cannot be read as a peer's store, or is of another version of quiverfl: "
+            f"{problem}."
+        ) from problem
     finally:
         database.close()
     tensors = safetensors.numpy.load(read_checked(folder / name, digest))
@@ -119,5 +133,6 @@ def _read(folder: Path) -> Statement:
         received=taken,
         total=total(message),
         gone=gone,
-        agreement=agreed[0] if agreed else "",
+        agreement=meta.get("agreement", ""),
+        incarnation=meta.get("incarnation", ""),
     )

@@ -7,16 +7,20 @@ pause, until the receiver has said `applied` or `refused`; both are durable at i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import random
 import secrets
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import identity
+from quiverfl.peer import identity, signing
 from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.files import StoreError
 from quiverfl.peer.identity import Identity
@@ -27,11 +31,18 @@ from quiverfl.peer.store import Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import (
     CHUNK,
+    NOTICES_LIMIT,
     SERVICE,
+    VOUCHERS,
     Announcement,
+    Clock,
+    Evidence,
     Greeting,
     Hello,
+    Notice,
+    NoticeList,
     Reply,
+    Voucher,
     WireError,
     decode,
     encode,
@@ -47,6 +58,10 @@ class RestoredBackup(QuiverError):
 
 class Unreachable(Exception):
     """Not now: try again later. Nothing is known about what the other side did."""
+
+
+class Denied(Unreachable):
+    """The other side will not have this share: hearing from it is no reason to hurry."""
 
 
 def open_channel(address: str, name: str, identity: Identity, keepalive: float = 20.0) -> Any:
@@ -85,8 +100,11 @@ class Sender:
         identity: Callable[[], Identity],
         incarnation: str,
         payload: Callable[[str], bytes],
+        vouchers: Callable[[str, int, int], list[Transfer]],
+        clocks: Callable[[str], list[Clock]],
         compose: Callable[[str], Hello],
         on_greeting: Callable[[Hello], Awaitable[None]],
+        on_refusal: Callable[[str], None],
         metrics: PeerMetrics,
         log: Log,
         trace: Trace,
@@ -99,7 +117,8 @@ class Sender:
             roster,
         )
         self._identity, self._incarnation, self._payload = identity, incarnation, payload
-        self._compose, self._on_greeting = compose, on_greeting
+        self._vouchers, self._clocks = vouchers, clocks
+        self._compose, self._on_greeting, self._on_refusal = compose, on_greeting, on_refusal
         self._metrics, self._log, self._trace = metrics, log, trace
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
         self._greeted = self._closed = False
@@ -128,16 +147,19 @@ class Sender:
                 self.problem = str(problem)
                 self._log("retry", to=self.peer, seq=transfer.seq, reason=str(problem))
                 await self._disconnect()
-                await self._rest(pause * self._chance.uniform(0.5, 1.0))
+                hurry = not isinstance(problem, Denied)
+                await self._rest(pause * self._chance.uniform(0.5, 1.0), hurry)
                 pause = min(pause * 2, self._limits.retry_cap)
 
-    async def _rest(self, seconds: float | None) -> None:
-        try:
+    async def _rest(self, seconds: float | None, hurry: bool = True) -> None:
+        """Until there is a reason to try; without hurry, only the end is one."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
+                self._wake.clear()
+        while not hurry and not self._closed and time.monotonic() < end:
+            await asyncio.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
     async def close(self) -> None:
         self._closed = True
@@ -181,8 +203,22 @@ class Sender:
         except asyncio.CancelledError:
             _pass_on_cancellation()
 
+    async def notices(self) -> list[Notice]:
+        """The evictions the neighbour knows of; none if it cannot be asked now."""
+        try:
+            call = self._connected().unary_unary(f"/{SERVICE}/Notices")
+            answer = await call(b"", timeout=self._limits.hello_seconds)
+            return decode(NoticeList, answer, NOTICES_LIMIT).notices
+        except (grpc.aio.AioRpcError, WireError, Unreachable):
+            return []
+        except asyncio.CancelledError:
+            with contextlib.suppress(Unreachable):
+                _pass_on_cancellation()
+            return []
+
     async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
         if greeting.hello is None:
+            self._on_refusal(self.peer)  # the reason may be news that this peer has missed
             raise Unreachable(f"{self.peer} refuses: {greeting.refusal}")
         pem = greeting.certificate.encode()
         try:
@@ -235,10 +271,17 @@ class Sender:
             units=transfer.units,
             nbytes=self._agreement.manifest.nbytes,
             digest=transfer.digest,
+            proof=signing.proof(
+                self._identity(), "share", transfer, self._agreement.hash, self._stores()
+            ),
+            clocks=self._clocks(self.peer),
         )
         self._trace("before send")
         await call.write(self._metrics.sent(encode(announcement)))
         reply = await self._reply(call, self._limits.idle_seconds)
+        while reply.word == "show":
+            await call.write(self._metrics.sent(encode(await self._evidence(reply.rows))))
+            reply = await self._reply(call, self._limits.idle_seconds)
         if reply.word == "proceed":
             payload = await self._body(transfer)
             for frame in frames(payload):
@@ -250,6 +293,25 @@ class Sender:
             # Training may take long; keep-alive notices a dead neighbour, asking again a deaf one.
             reply = await self._reply(call, 10 * self._limits.idle_seconds)
         await self._conclude(reply, transfer)
+
+    def _stores(self) -> tuple[str, str]:
+        return self._incarnation, self._transactions.accounts.link(self.peer).incarnation
+
+    async def _evidence(self, rows: int) -> Evidence:
+        taken = await asyncio.to_thread(self._vouchers, self.peer, rows, VOUCHERS)
+        return Evidence(
+            vouchers=[
+                Voucher(
+                    sender=signing.named(t.sender),
+                    seq=t.seq,
+                    round=t.round,
+                    units=t.units,
+                    digest=t.digest,
+                    proof=t.proof,
+                )
+                for t in taken
+            ]
+        )
 
     async def _body(self, transfer: Transfer) -> bytes:
         try:
@@ -267,6 +329,8 @@ class Sender:
         return decode(Reply, frame)
 
     async def _conclude(self, reply: Reply, transfer: Transfer) -> None:
+        if reply.word in ("applied", "refused"):
+            transfer = self._receipted(reply, transfer)
         if reply.word == "applied":
             await self._transactions.acknowledge(transfer)
             self._metrics.add("transfers")
@@ -276,9 +340,17 @@ class Sender:
         elif reply.word == "denied":
             self._metrics.add("alarms")
             self._log.alarm("denied", to=self.peer, seq=transfer.seq, reason=reply.reason)
-            raise Unreachable(f"denied: {reply.reason}")
+            raise Denied(f"denied: {reply.reason}")
         else:
             raise Unreachable(f"{reply.word}: {reply.reason}")
+
+    def _receipted(self, reply: Reply, transfer: Transfer) -> Transfer:
+        """The transfer with its receipt, which must be by the neighbour's key in the roster."""
+        signed = replace(transfer, proof=reply.proof)
+        roster, agreed = self._roster.refresh(), self._agreement.hash
+        if not signing.holds(roster, reply.word, signed, agreed, *self._stores()):
+            raise Denied(f"the receipt of {self.peer} is not signed with its key in the roster")
+        return signed
 
 
 def _pass_on_cancellation() -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,14 +13,30 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.identity import AUTHORITY_CERTIFICATE, CERTIFICATE, KEY, Identity
+from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.sender import LARGEST_FRAME
-from quiverfl.peer.wire import SERVICE, Greeting, Hello, Order, Reply, WireError, decode, encode
+from quiverfl.peer.wire import (
+    SERVICE,
+    Greeting,
+    Hello,
+    Join,
+    NoticeList,
+    Order,
+    Reply,
+    WireError,
+    decode,
+    decode_hello,
+    encode,
+)
 
 Context: TypeAlias = Any
 """grpc.aio.ServicerContext, whose published types are not its own."""
+
+ANSWER_SECONDS = 60.0
+"""For a caller to take the few bytes of an answer."""
+HANDSHAKE_SECONDS = 10
 
 
 class Handler(Protocol):
@@ -34,7 +51,10 @@ class Handler(Protocol):
         frames: AsyncIterator[bytes],
         answer: Callable[[Reply], Awaitable[None]],
     ) -> Awaitable[None]: ...
-    def model(self) -> AsyncIterator[bytes]: ...
+    def offer(
+        self, sender: str, join: Join, send: Callable[[bytes], Awaitable[None]]
+    ) -> Awaitable[None]: ...
+    def notices(self) -> NoticeList: ...
     async def obey(self, order: Order) -> dict[str, Any]: ...
 
 
@@ -52,6 +72,7 @@ class PeerService:
             "Hello": grpc.unary_unary_rpc_method_handler(self._hello),
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
+            "Notices": grpc.unary_unary_rpc_method_handler(self._notices),
             "Order": grpc.unary_unary_rpc_method_handler(self._order),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -72,7 +93,7 @@ class PeerService:
     async def _hello(self, frame: bytes, context: Context) -> bytes:
         caller = await self._caller(context)
         try:
-            greeting = await self._handler.greet(caller, decode(Hello, frame))
+            greeting = await self._handler.greet(caller, decode_hello(frame))
         except WireError as problem:
             self._metrics.refused(problem.kind)
             greeting = Greeting(refusal=str(problem)[:1000])
@@ -82,14 +103,33 @@ class PeerService:
         caller = await self._caller(context)
 
         async def answer(reply: Reply) -> None:
-            await context.write(self._metrics.sent(encode(reply)))
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await context.write(self._metrics.sent(encode(reply)))
 
         await self._handler.receive(caller, frames, answer)
 
-    async def _pull(self, _frame: bytes, context: Context) -> AsyncIterator[bytes]:
+    async def _pull(self, frame: bytes, context: Context) -> None:
+        caller = await self._caller(context)
+
+        async def send(frame: bytes) -> None:
+            await context.write(self._metrics.sent(frame))
+
+        try:
+            await self._handler.offer(caller, decode(Join, frame), send)
+        except TimeoutError:
+            self._metrics.refused("slow")
+            await context.abort(grpc.StatusCode.ABORTED, "too slow while others wait")
+        except WireError as problem:
+            self._metrics.refused(problem.kind)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
+        except QuiverError as problem:
+            self._metrics.refused("pull")
+            self._log.alarm("model refused", caller=caller, reason=str(problem))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(problem))
+
+    async def _notices(self, _frame: bytes, context: Context) -> bytes:
         await self._caller(context)
-        async for frame in self._handler.model():
-            yield self._metrics.sent(frame)
+        return self._metrics.sent(encode(self._handler.notices()))
 
     async def _order(self, frame: bytes, context: Context) -> bytes:
         caller = await self._caller(context)
@@ -106,7 +146,9 @@ class PeerService:
 class Server:
     """A listening peer: its service and the standard health service, over mutual TLS."""
 
-    def __init__(self, bind: str, keys: Path, service: PeerService, keepalive: float) -> None:
+    def __init__(
+        self, bind: str, keys: Path, service: PeerService, keepalive: float, connections: int
+    ) -> None:
         milliseconds = int(keepalive * 1000)
         options = [
             ("grpc.max_receive_message_length", LARGEST_FRAME),
@@ -118,6 +160,9 @@ class Server:
             # A bad link delivers many pings at once; a member is not hung up on for that.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", 512),
+            # Whoever has no certificate holds a place for seconds, and never the last descriptor.
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
         ]
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((service.methods,))
@@ -151,26 +196,18 @@ def _health_service() -> Any:
 
 def _server_credentials(keys: Path) -> grpc.ServerCredentials:
     """Read again for every new connection: certificates can be rotated while the peer runs."""
-    identity = Identity.read(keys)
+    live = LiveIdentity(keys)
+    identity = live.refresh()
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration(
             [(identity.key, identity.certificate)], identity.authority
         )
 
-    files = [keys / name for name in (AUTHORITY_CERTIFICATE, CERTIFICATE, KEY)]
-    seen = [file.stat().st_mtime_ns for file in files]
-
     def fetch() -> Any:
-        nonlocal identity, seen
-        try:
-            stamps = [file.stat().st_mtime_ns for file in files]
-            if stamps == seen:
-                return None
-            identity, seen = Identity.read(keys), stamps
-        except (OSError, QuiverError):  # half replaced: keep what works
-            return None
-        return configuration()
+        nonlocal identity
+        before, identity = identity, live.refresh()
+        return None if identity is before else configuration()
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(), fetch, require_client_authentication=True

@@ -39,7 +39,7 @@ from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.node import Node
 from quiverfl.peer.peer_folder import OwnData, PeerFolder
 from quiverfl.peer.peer_settings import Outcome
-from quiverfl.peer.store import Store
+from quiverfl.peer.store import NoStore, Store
 from quiverfl.seeds import stream
 from quiverfl.topologies.topology import Topology
 
@@ -180,12 +180,12 @@ def _write(history: Any, line: dict[str, Any]) -> None:
 
 
 async def _opened(folder: PeerFolder, learner: ShardLearner, agreement: Any, join: bool) -> Store:
-    exists = (folder.store / "peer.sqlite").exists()
-    if join and not exists:
-        return await join_store(folder.store, learner, agreement, folder.roster, folder.path)
-    if exists:
+    try:
         return Store.open(folder.store)
-    return create_store(folder.store, learner, agreement)
+    except NoStore:
+        if join:
+            return await join_store(folder.store, learner, agreement, folder.roster, folder.path)
+        return create_store(folder.store, learner, agreement)
 
 
 def log_to_stderr() -> None:

@@ -6,6 +6,7 @@ method that changes something is one commit: it either happened entirely or not 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import sqlite3
@@ -55,6 +56,10 @@ class Memory:
         return cls(parts["message"], parts["rest"])
 
 
+class NoStore(QuiverError):
+    """Nothing was made here to the end; half a store has promised nothing to anybody."""
+
+
 class Store:
     """One peer's folder. `Store.create` once, `Store.open` ever after."""
 
@@ -79,6 +84,7 @@ class Store:
         entry: Entry,
         agreement: str,
         trace: Trace = lambda point: None,
+        incarnation: str = "",
     ) -> Store:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +95,7 @@ class Store:
             raise QuiverError(f"{folder} already holds a peer's store; it is not overwritten.")
         changes: list[schema.Change] = [(schema.CREATE, None)]
         for key, value in {
-            "incarnation": secrets.token_hex(8),
+            "incarnation": incarnation or secrets.token_hex(8),
             "agreement": agreement,
             "name": accounts.name,
         }.items():
@@ -100,11 +106,12 @@ class Store:
     @classmethod
     def open(cls, folder: Path, trace: Trace = lambda point: None) -> Store:
         if not (folder / schema.FILE).exists():
-            raise QuiverError(f"{folder} holds no peer's store yet.")
+            raise NoStore(f"{folder} holds no peer's store yet.")
         try:
             store = cls(folder, trace)
             if not schema.exists(store._database):
-                raise QuiverError(f"{folder} was never finished: remove it and start anew.")
+                store.close()
+                raise NoStore(f"{folder} was never finished: quiver peer run makes it again.")
             named = {name for name, _ in store._rows("SELECT name, digest FROM files")}
             remove_all_but(folder, named.__contains__)
         except (OSError, sqlite3.Error) as problem:
@@ -134,11 +141,33 @@ class Store:
     def payload(self, digest: str) -> bytes:
         return read_checked(self.folder / f"share-{digest}", digest)
 
+    def shown(self) -> dict[str, str]:
+        return {row[0]: row[1] for row in self._rows("SELECT sender, body FROM shown")}
+
+    def notices(self) -> list[str]:
+        return [row[0] for row in self._rows("SELECT body FROM notices ORDER BY rowid")]
+
+    def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
+        """Shares taken from others than `receiver`, in the order they came, after so many."""
+        query = (
+            "SELECT * FROM received WHERE refusal = '' AND sender != ? ORDER BY rowid "
+            "LIMIT ? OFFSET ?"
+        )
+        with self._one_at_a_time:
+            found = self._database.execute(query, (receiver, most, rows)).fetchall()
+        return [Transfer(*row[:8]) for row in found]
+
     # Commits
 
     def note(self, key: str, value: str) -> None:
         """Remember one fact, durably."""
         self._commit("note", None, [("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))])
+
+    def note_notice(self, body: str) -> None:
+        self._commit("notice", None, [schema.notice(body)])
+
+    def note_shown(self, sender: str, body: str) -> None:
+        self._commit("shown", None, [schema.shown(sender, body)])
 
     def update(self, accounts: Accounts) -> None:
         """Accounts alone: a neighbour met, a neighbour leaving."""
@@ -181,6 +210,7 @@ class Store:
         past = f"{peer}{PAST}{accounts.link(peer).incarnation or 'unmet'}"
         changes.append(("UPDATE sent SET receiver = ? WHERE receiver = ?", (past, peer)))
         changes.append(("UPDATE received SET sender = ? WHERE sender = ?", (past, peer)))
+        changes.append(("DELETE FROM shown WHERE sender = ?", (peer,)))
         self._commit("evict", accounts, changes)
 
     def _commit(
@@ -243,7 +273,8 @@ class Store:
     def _sweep(self) -> None:
         """Remove the files that this commit has replaced."""
         named = {name for name, _ in self._rows("SELECT name, digest FROM files")}
-        remove_all_but(self.folder, named.__contains__)
+        with contextlib.suppress(OSError):  # the commit stands; the next one tries again
+            remove_all_but(self.folder, named.__contains__)
 
 
 def _locked(folder: Path) -> Lock:

@@ -19,6 +19,7 @@ from quiverfl.peer.audit import Entry
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
 from quiverfl.peer.manifest import Leaves, Manifest, added, magnitude, scaled, total
 from quiverfl.peer.store import Memory, Store
+from quiverfl.peer.wire import Clock
 
 Result = TypeVar("Result")
 
@@ -41,11 +42,33 @@ class Transactions:
         self.memory: Memory = store.memory()
         self.commit_seconds = 0.0
         self._total = total(self.memory.message)
+        self._witnessed: dict[str, tuple[str, int, str]] = {}  # kept with the next commit
 
     @property
     def mass(self) -> float:
         """μ as the method sees it: exact, since units < 2^53."""
         return self.accounts.units / UNIT
+
+    def witness(self, clocks: Iterable[Clock], genuine: Callable[[Clock], bool]) -> None:
+        """Others have come so far, by their own signature; only news is looked at."""
+        for clock in clocks:
+            news = clock.pushes > self.known_pushes(clock.peer)
+            same_store = clock.store == self.accounts.link(clock.peer).incarnation
+            if news and same_store and genuine(clock):
+                self._witnessed[clock.peer] = (clock.store, clock.pushes, clock.proof)
+
+    def clock(self, peer: str) -> Clock | None:
+        """The latest this peer knows of another."""
+        link = self.accounts.link(peer)
+        known = (link.incarnation, link.pushes, link.clock)
+        store, pushes, proof = max(known, self._witnessed.get(peer, known), key=lambda k: k[1])
+        if not proof or store != link.incarnation:
+            return None
+        return Clock(peer=peer, store=store, pushes=pushes, proof=proof)
+
+    def known_pushes(self, peer: str) -> int:
+        clock = self.clock(peer)
+        return clock.pushes if clock else 0
 
     async def _alone(self, transaction: Callable[[], Result]) -> Result:
         """One at a time, off the event loop, and to its end even if the caller is cancelled."""
@@ -89,7 +112,8 @@ class Transactions:
                 for peer, count in units.items()
             }
             own = scaled(message, home, whole) if units else message
-            accounts = ledger.push(self.accounts, round, shares)
+            accounts = ledger.witness(self.accounts, self._witnessed)
+            accounts = ledger.push(accounts, round, shares)
             entry = self._entry(
                 "push",
                 accounts,
@@ -115,19 +139,22 @@ class Transactions:
         """Merge in the order given; the receipts may be acknowledged once this returns.
 
         A share whose sender was evicted after it was chosen is dropped: its link's past is filed
-        away by then, and nobody's books would have this share.
+        away by then, and nobody's books would have this share. A refund whose receiver was evicted
+        is written off already.
         """
-        chosen, refunds = list(receipts), list(refunds)
+        chosen, due = list(receipts), list(refunds)
 
         def transaction() -> None:
             receipts = [pair for pair in chosen if not self.accounts.link(pair[0].sender).gone]
+            refunds = [r for r in due if self.accounts.link(r.receiver).outbox == r]
             payloads = [share for _, share in receipts]
             payloads += [
                 self._manifest.unpack(self._store.payload(refund.digest)) for refund in refunds
             ]
             transfers = [transfer for transfer, _ in receipts]
             message = added(self.memory.message, payloads)
-            accounts = ledger.absorb(self.accounts, transfers, refunds)
+            accounts = ledger.witness(self.accounts, self._witnessed)
+            accounts = ledger.absorb(accounts, transfers, refunds)
             incoming = [(t.units, t.total) for t in (*transfers, *refunds)]
             entry = self._entry("absorb", accounts, message, incoming=incoming)
             accounts = ledger.finish_round(accounts) if finish else accounts
@@ -182,6 +209,9 @@ class Transactions:
             lambda store, accounts: store.acknowledge(accounts, transfer),
         )
 
+    async def note_shown(self, sender: str, body: str) -> None:
+        await self._alone(lambda: self._store.note_shown(sender, body))
+
     def bury(self, transfer: Transfer, reason: str) -> Awaitable[None]:
         return self.change(
             lambda accounts: ledger.bury(accounts, transfer, reason),
@@ -203,25 +233,25 @@ class Transactions:
     def finish_round(self) -> Awaitable[None]:
         return self.change(ledger.finish_round, lambda store, accounts: store.update(accounts))
 
-    async def evict(self, peer: str) -> int:
+    async def evict(self, peer: str, ban: bool = False) -> int:
         """Stop dealing with a peer; what was written off, in units."""
         before = self.accounts
         outbox: list[Transfer | None] = []
 
         def step(accounts: Accounts) -> Accounts:
             outbox.append(accounts.link(peer).outbox)
-            return ledger.evict(accounts, peer)
+            return ledger.evict(accounts, peer, ban)
 
         await self.change(step, lambda store, accounts: store.evict(accounts, peer, outbox[0]))
         return self.accounts.written_off - before.written_off
 
 
-def evict_at_rest(folder: Path, peer: str) -> int:
+def evict_at_rest(folder: Path, peer: str, ban: bool = False) -> int:
     """The same in the store of a peer that is not running; what was written off, in units."""
     store = Store.open(folder)
     try:
         before = store.accounts()
-        after = ledger.evict(before, peer)
+        after = ledger.evict(before, peer, ban)
         store.evict(after, peer, before.link(peer).outbox)
     finally:
         store.close()

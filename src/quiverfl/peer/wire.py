@@ -8,6 +8,7 @@ The methods are gRPC's, with bytes as messages: there is no generated code to tr
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -16,12 +17,17 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer.ledger import Transfer
 
-PROTOCOL = 1
+PROTOCOL = 2
 CHUNK = 1 << 20
 CONTROL_LIMIT = 1 << 14
 """A control message is far smaller; a longer one is refused unread."""
 SERVICE = "quiver.Peer"
+NOTICES = 1024
+NOTICES_LIMIT = 1 << 19
+VOUCHERS = 24
+"""At most so many fit into a control message."""
 
 _HEADER = struct.Struct("<QI")  # offset, crc32 of the data
 
@@ -31,6 +37,8 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sentence = Annotated[str, StringConstraints(max_length=1000)]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
+_SIGNED = r"[0-9a-f]{16} [0-9a-f]{16} [0-9a-f]{66} [0-9a-f]{1,160}"
+Proof = Annotated[str, StringConstraints(pattern=f"^({_SIGNED})?$")]
 
 
 class WireError(QuiverError):
@@ -45,6 +53,20 @@ class _Control(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class Clock(_Control):
+    """How often a peer has pushed, on which store, in its own hand."""
+
+    peer: Name
+    store: Token
+    pushes: Count
+    proof: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{66} [0-9a-f]{1,160}$")]
+
+
+CLOCKS = 24
+"""At most so many fit into a control message beside the rest."""
+Clocks = Annotated[list[Clock], Field(max_length=CLOCKS)]
+
+
 class Hello(_Control):
     """Who I am, what I believe we have agreed on, and what our link has carried so far."""
 
@@ -55,10 +77,14 @@ class Hello(_Control):
     sender: Name
     receiver: Name
     incarnation: Token
+    towards: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{16})?$")] = ""  # your store
     nonce: Hash
     sent: Count  # seq of my last transfer to you
     acknowledged: Count  # of which you have taken so many
     received: Count  # seq of the last transfer I took from you
+    round: Count  # the one I am in
+    clocks: Clocks = []  # what I have heard of others, and of you
+    notices: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""  # their hash
     leaving: bool = False
     finished: bool = False
 
@@ -84,29 +110,81 @@ class Announcement(_Control):
     units: Annotated[int, Field(ge=1, lt=2**62)]
     nbytes: Count
     digest: Hash
+    proof: Proof = ""  # this share, signed by its sender
+    clocks: Clocks = []  # of its sender, and what it has heard of others
 
 
-Word = Literal["proceed", "staged", "applied", "refused", "retry", "denied"]
+class Voucher(_Control):
+    """A share that somebody else signed to whoever shows it."""
+
+    sender: Name
+    seq: Annotated[int, Field(ge=1, lt=2**62)]
+    round: Count
+    units: Annotated[int, Field(ge=1, lt=2**62)]
+    digest: Hash
+    proof: Annotated[str, StringConstraints(pattern=f"^{_SIGNED}$")]
+
+    def transfer(self, receiver: str) -> Transfer:
+        values = (self.seq, self.round, self.units, self.digest, 0.0, self.proof)
+        return Transfer(self.sender, receiver, *values)
+
+
+class Evidence(_Control):
+    """The answer to `show`: where a sender's mass has come from; empty if there is no more."""
+
+    vouchers: Annotated[list[Voucher], Field(max_length=VOUCHERS)]
+
+
+Word = Literal["proceed", "show", "staged", "applied", "refused", "retry", "denied"]
 
 
 class Reply(_Control):
     """An answer within a push.
 
-    proceed: send the body · staged: it is here, wait · applied: the ack, durable · refused: the
-    nack, durable, take it back · retry: not now, nothing changed · denied: never, nothing changed.
+    proceed: send the body · show: first show where so much mass comes from · staged: it is here,
+    wait · applied: the ack, durable · refused: the nack, durable, take it back · retry: not now,
+    nothing changed · denied: never, nothing changed.
     """
 
     word: Word
     reason: Sentence = ""
+    proof: Proof = ""  # of applied and refused: signed by the receiver
+    rows: Count = 0  # of show: how much was shown before
+
+
+class Join(_Control):
+    """Whoever joins asks for the model, and says which store it will come with."""
+
+    agreement: Hash
+    sender: Name
+    receiver: Name
+    incarnation: Token
+    nonce: Hash
 
 
 class Model(_Control):
-    """The first frame of a pulled model."""
+    """The first frame of a pulled model, signed with the key the roster knows."""
 
     round: Count
     nbytes: Count
     digest: Hash
     manifest: Hash
+    certificate: Annotated[str, StringConstraints(max_length=4000)] = ""
+    signature: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,200}$")] = ""
+
+
+class Notice(_Control):
+    """A member deals no more with one store of another, in its own hand."""
+
+    by: Name
+    about: Name
+    store: Token
+    ban: bool = False
+    proof: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{66} [0-9a-f]{1,160})?$")] = ""
+
+
+class NoticeList(_Control):
+    notices: Annotated[list[Notice], Field(max_length=NOTICES)]
 
 
 class Order(_Control):
@@ -114,6 +192,7 @@ class Order(_Control):
 
     action: Literal["status", "leave", "evict", "stop"]
     peer: Name | None = None
+    ban: bool = False
 
 
 AnyControl = TypeVar("AnyControl", bound=_Control)
@@ -123,8 +202,8 @@ def encode(message: _Control) -> bytes:
     return message.model_dump_json().encode()
 
 
-def decode(kind: type[AnyControl], frame: bytes) -> AnyControl:
-    if len(frame) > CONTROL_LIMIT:
+def decode(kind: type[AnyControl], frame: bytes, limit: int = CONTROL_LIMIT) -> AnyControl:
+    if len(frame) > limit:
         raise WireError("oversize", f"a control message of {len(frame)} bytes is too long.")
     try:
         return kind.model_validate_json(frame)
@@ -136,12 +215,47 @@ def decode(kind: type[AnyControl], frame: bytes) -> AnyControl:
         ) from None
 
 
+def decode_hello(frame: bytes) -> Hello:
+    """A greeting; one in another version of the protocol is refused by that, not by its fields."""
+    try:
+        return decode(Hello, frame)
+    except WireError:
+        theirs = _protocol(frame)
+        if theirs not in (None, PROTOCOL):
+            raise WireError("protocol", other_protocol(theirs)) from None
+        raise
+
+
+def other_protocol(theirs: object) -> str:
+    return (
+        f"the caller speaks protocol {str(theirs)[:16]}, this peer protocol {PROTOCOL}: install "
+        "the same version of quiverfl on all peers of a run."
+    )
+
+
+def _protocol(frame: bytes) -> object:
+    try:
+        content = json.loads(frame[:CONTROL_LIMIT])
+    except (ValueError, RecursionError):
+        return None
+    return content.get("protocol") if isinstance(content, dict) else None
+
+
+def model_text(join: Join, model: Model) -> bytes:
+    """What a model's signature covers: the question with its fresh nonce, and the answer."""
+    return b"quiver model\0" + encode(join) + encode(model.model_copy(update={"signature": ""}))
+
+
 def frames(payload: bytes) -> Iterator[bytes]:
     """The payload in chunks, each with its place and checksum."""
     view = memoryview(payload)
     for start in range(0, len(view), CHUNK):
-        data = view[start : start + CHUNK]
-        yield _HEADER.pack(start, zlib.crc32(data)) + data
+        yield framed(view[start : start + CHUNK], start)
+
+
+def framed(data: bytes | memoryview, start: int) -> bytes:
+    """One chunk, which belongs at `start` of the payload."""
+    return _HEADER.pack(start, zlib.crc32(data)) + data
 
 
 def data_bytes(frame: bytes) -> int:

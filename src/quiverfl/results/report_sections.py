@@ -8,7 +8,6 @@ from functools import partial
 from quiverfl.results import figures
 from quiverfl.results.groups import Group, common_metric
 from quiverfl.results.html import Markup, tag
-from quiverfl.results.palette import plain
 from quiverfl.results.report_parts import (
     at_both_stages,
     data_table,
@@ -18,7 +17,13 @@ from quiverfl.results.report_parts import (
     panels,
     section,
 )
-from quiverfl.results.tables import REPORT_TITLES, comparison_table, cost_table, difference_table
+from quiverfl.results.tables import (
+    REPORT_TITLES,
+    comparison_table,
+    cost_table,
+    difference_table,
+    reference_of,
+)
 
 _CURVE_WORDS = {
     "rounds": "At equal rounds. A server round trains only the clients it samples.",
@@ -52,14 +57,13 @@ def results(groups: Sequence[Group], stages: Sequence[str]) -> Markup:
 
 def _paired(groups: Sequence[Group], stages: Sequence[str]) -> list[Markup]:
     """Differences within seeds, once there are enough of them to say something."""
-    several = [group for group in groups if len(group.runs) > 1]
-    if len(several) < 2:
+    found = reference_of(groups)
+    if found is None:
         return []
-    reference = next((g for g in several if plain(g.method) == "dfedpgp"), several[-1])
-    table = difference_table(several, reference.label, stages=stages)
+    several, reference = found
     return [
-        tag("h3", f"Difference to {reference.label}, paired by seed"),
-        data_table(table, several),
+        tag("h3", f"Difference to {reference}, paired by seed"),
+        data_table(difference_table(several, reference, stages=stages), several),
     ]
 
 

@@ -104,8 +104,11 @@ def _graph_figure(run: RunResult) -> Figure:
             "It was made by code that is not part of the results, and a report runs none: "
             f"`quiver topology show {run.topology} --picture graph.svg` draws it."
         )
-    written = ("name", "participation_seed")  # the latter follows from the seed
-    options = {k: v for k, v in run.topology_options.items() if k not in written}
+    options = {
+        k: v
+        for k, v in run.topology_options.items()
+        if k != "name" and not k.endswith("_seed")  # which follow from the seed
+    }
     graph = make_topology(run.topology, run.clients, **options)(0)
     return picture(lambda axes: draw_graph(graph, axes), 4.4, 4.4)
 
@@ -138,7 +141,7 @@ def _topology_words(run: RunResult) -> str:
     options = {
         k: v
         for k, v in run.topology_options.items()
-        if k not in ("name", "seed", "participation_seed") and v is not False
+        if k not in ("name", "seed") and not k.endswith("_seed") and v is not False
     }
     words = ", ".join(f"{name} {value}" for name, value in options.items())
     return f"{run.topology} ({words})" if words else run.topology

@@ -1,4 +1,4 @@
-"""What tables are made of: scores, gaps, rounds to a target and differences, as plain frames.
+"""What tables are made of: scores, gaps and rounds to a target, as plain frames.
 
 Everything here is a number (accuracies as shares, bytes, steps), one row per experiment. A spread
 over seeds is that of a sample (divided by n - 1) and NaN with one seed.
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from scipy import special
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.results.groups import Group, common_metric, settings
@@ -75,40 +74,6 @@ def rounds_to_target(groups: Sequence[Group], target: float, stage: str = "local
     frame = pd.DataFrame(rows)
     frame["speedup"] = frame["rounds"].max() / frame["rounds"]
     return frame
-
-
-def paired_differences(
-    groups: Sequence[Group], reference: str, stage: str = "local", report: Report = "last"
-) -> pd.DataFrame:
-    """Every experiment minus the reference, seed by seed: mean, spread and its 95 % interval.
-
-    Seeds share data and start, so the difference within a seed is far less noisy than the scores.
-    """
-    against = group_called(groups, reference)
-    metric = common_metric(groups)
-    base = {run.seed: _mean(run, stage, report, metric) for run in against.runs}
-    rows = []
-    for group in groups:
-        if group is against:
-            continue
-        differences = [
-            _mean(run, stage, report, metric) - base[run.seed]
-            for run in group.runs
-            if run.seed in base
-        ]
-        low, high = _interval(differences)
-        rows.append(
-            {
-                "label": group.label,
-                "reference": against.label,
-                "seeds": len(differences),
-                "difference": float(np.mean(differences)) if differences else np.nan,
-                "seed_std": _seed_std(differences),
-                "low95": low,
-                "high95": high,
-            }
-        )
-    return pd.DataFrame(rows)
 
 
 def group_called(groups: Sequence[Group], name: str) -> Group:
@@ -250,10 +215,6 @@ def spent_by_round(run: RunResult, stage: str) -> pd.DataFrame:
     )
 
 
-def _mean(run: RunResult, stage: str, report: Report, metric: str) -> float:
-    return spread(run_scores(run, stage, report, metric), metric)["mean"]
-
-
 def _weights(run: RunResult, weighting: Weighting) -> pd.Series | None:
     if weighting == "uniform":
         return None
@@ -267,13 +228,3 @@ def _weights(run: RunResult, weighting: Weighting) -> pd.Series | None:
 
 def _seed_std(numbers: Sequence[float]) -> float:
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else float("nan")
-
-
-def _interval(numbers: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean."""
-    if len(numbers) < 2:
-        return float("nan"), float("nan")
-    quantile = float(special.stdtrit(len(numbers) - 1, 0.975))
-    reach = quantile * _seed_std(numbers) / np.sqrt(len(numbers))
-    center = np.mean(numbers)
-    return float(center - reach), float(center + reach)

@@ -9,18 +9,20 @@ import pandas as pd
 
 from quiverfl.results import numbers
 from quiverfl.results.groups import Group, common_metric
+from quiverfl.results.paired import LEVEL, holm, paired_differences
 from quiverfl.results.palette import plain
 from quiverfl.results.protocol import REPORT_WORDS, UNTUNED, Weighting, describe
 from quiverfl.results.run_files import RunResult
-from quiverfl.results.scores import (
-    comparison,
-    group_called,
-    paired_differences,
-    rounds_to_target,
-)
+from quiverfl.results.scores import comparison, group_called, rounds_to_target
 from quiverfl.results.summary import STAGES, Report, higher_is_better
 from quiverfl.results.table_formats import Cell, Column, Table
 
+DIFFERENCE_WORDS = (
+    "p is that of Student's paired test, corrected for all comparisons at both stages and of all "
+    "cases (Holm), bold below 0.05; “seeds to tell” would find such a difference at 5 % with a "
+    "chance of 80 %, if its size and spread are what these seeds show; clients won and lost are "
+    "those better and worse off than with the other method in the same seed, all seeds together."
+)
 REPORT_TITLES = {
     "last": "Last round",
     "best": "Best round",
@@ -155,11 +157,14 @@ def difference_table(
 ) -> Table:
     """Each method minus a reference, paired by seed."""
     metric = common_metric(groups)
-    frames = {stage: paired_differences(groups, reference, stage, report) for stage in stages}
+    frames = {stage: paired_differences(groups, reference, stage, report) for stage in STAGES}
     first = frames[stages[0]]
+    corrected = holm([p for frame in frames.values() for p in frame["p"]])
+    for place, frame in enumerate(frames.values()):
+        frame["p_holm"] = corrected[place * len(first) : (place + 1) * len(first)]
     columns, cells = [Column("method", number=False)], [_plain_cells(first["label"])]
-    for stage, frame in frames.items():
-        for title, texts in _difference_columns(frame, metric):
+    for stage in stages:
+        for title, texts in _difference_columns(frames[stage], metric):
             columns.append(Column(title, f"stage {stage}"))
             cells.append(texts)
     columns.append(Column("seeds"))
@@ -167,10 +172,31 @@ def difference_table(
     caption = (
         f"Difference of the mean test {metric} over clients, {REPORT_WORDS[report]}, taken within "
         "each seed and then averaged over seeds, with its standard deviation over seeds and "
-        "Student's 95 % interval of the mean."
+        f"Student's 95 % interval of the mean. {DIFFERENCE_WORDS}"
     )
     title = f"Against {group_called(groups, reference).label}, {numbers.unit(metric)}"
     return Table(title, tuple(columns), tuple(zip(*cells, strict=True)), caption)
+
+
+def reference_of(groups: Sequence[Group]) -> tuple[Sequence[Group], str] | None:
+    """The experiments with several seeds and the one to compare with; None where that is nobody."""
+    several = [group for group in groups if len(group.runs) > 1]
+    if len(several) < 2:
+        return None
+    reference = next((g for g in several if plain(g.method) == "dfedpgp"), several[-1])
+    return several, reference.label
+
+
+def p_cell(p: float) -> Cell:
+    """Bold where chance is ruled out."""
+    text = numbers.NOTHING if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
+    return Cell(text, best=p < LEVEL)
+
+
+def seeds_cell(needed: float) -> Cell:
+    if math.isinf(needed):
+        return Cell("> 1,000")
+    return Cell(numbers.whole(needed))
 
 
 def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, list[Cell]]]:
@@ -179,6 +205,15 @@ def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, lis
         ("difference", [Cell(numbers.signed(value, metric)) for value in frame["difference"]]),
         ("std", _scores(frame["seed_std"], metric)),
         ("95 % interval", [Cell(_interval(low, high, metric)) for low, high in reach]),
+        ("p (Holm)", [p_cell(p) for p in frame["p_holm"]]),
+        ("seeds to tell", [seeds_cell(needed) for needed in frame["seeds_needed"]]),
+        (
+            "clients won : lost",
+            [
+                Cell(f"{won} : {lost}")
+                for won, lost in zip(frame["clients_won"], frame["clients_lost"], strict=True)
+            ],
+        ),
     ]
 
 

@@ -12,7 +12,7 @@ from quiverfl.extras import require
 from quiverfl.results.run_files import read_run
 from quiverfl.results.summary import STAGES, by_client, spread
 
-_COLUMNS = {
+COLUMNS = {
     "network_bytes": "cost/bytes of the round",
     "busiest_bytes": "cost/bytes of the busiest node",
     "steps": "cost/local steps of the round",
@@ -68,7 +68,7 @@ def _scores(history: pd.DataFrame) -> Points:
 
 
 def _per_round(rounds: pd.DataFrame) -> Points:
-    for column, name in _COLUMNS.items():
+    for column, name in COLUMNS.items():
         if column in rounds:
             known = rounds[["round", column]].dropna().astype(float)
             for round, number in known.itertuples(index=False):

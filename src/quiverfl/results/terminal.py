@@ -11,7 +11,7 @@ from rich.text import Text
 from quiverfl.results.groups import Group
 from quiverfl.results.summary import STAGES
 from quiverfl.results.table_formats import Table, rich
-from quiverfl.results.tables import comparison_table, cost_table
+from quiverfl.results.tables import comparison_table, cost_table, difference_table, reference_of
 
 
 def print_comparison(console: Console, groups: Sequence[Group], stage: str = "local") -> None:
@@ -25,6 +25,21 @@ def print_comparison(console: Console, groups: Sequence[Group], stage: str = "lo
         [*(comparison_table(groups, stages=[one], cost=False) for one in stages), costs],
     ]
     for table in next((c for c in choices if _fits(console, c)), choices[-1]):
+        console.print(rich(table, caption=False))
+    console.print(Text(whole.caption, style="dim"))
+
+
+def print_differences(console: Console, groups: Sequence[Group], stage: str = "local") -> None:
+    """How sure the differences are, where there are seeds to say it."""
+    found = reference_of(groups)
+    if found is None:
+        return
+    several, reference = found
+    stages = (stage, *(other for other in STAGES if other != stage))
+    whole = difference_table(several, reference, stages=stages)
+    one_each = [difference_table(several, reference, stages=[one]) for one in stages]
+    console.print()
+    for table in [whole] if _fits(console, [whole]) else one_each:
         console.print(rich(table, caption=False))
     console.print(Text(whole.caption, style="dim"))
 

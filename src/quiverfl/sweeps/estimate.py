@@ -7,7 +7,7 @@ the same. A trial is two rounds with a few clients and a few samples, scaled up 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,8 +67,12 @@ def estimate(
     finished: Sequence[Cell] = (),
     threads: int = 1,
     on_trial: Callable[[int, int], None] = lambda done, of: None,
+    until: Mapping[str, int] | None = None,
 ) -> Estimate:
-    """What is left to do of some cells, with one trial per kind that has never run."""
+    """What is left to do of some cells, with one trial per kind that has never run.
+
+    `until` has rounds, by the names of cells, that are enough for now.
+    """
     paces: dict[str, float | None] = {}
     for cell in (*finished, *cells):
         pace = recorded_pace(places, cell)
@@ -83,7 +87,11 @@ def estimate(
         on_trial(done, len(untried))
         paces[kind], reason = _tried(config, data, threads)
         reasons += [reason] if reason else []
-    seconds = {cell.name: _left(cell, paces[cost_class(cell.config)], places) for cell in cells}
+    enough = {cell.name: cell.config.run.rounds for cell in cells} | dict(until or {})
+    seconds = {
+        cell.name: _left(cell, paces[cost_class(cell.config)], places, enough[cell.name])
+        for cell in cells
+    }
     return Estimate(seconds, len(untried), measured, next(iter(reasons), ""))
 
 
@@ -106,11 +114,11 @@ def recorded_pace(places: Places, cell: Cell) -> float | None:
     return float(np.mean(seconds)) if len(seconds) > 1 else None
 
 
-def _left(cell: Cell, pace: float | None, places: Places) -> float | None:
+def _left(cell: Cell, pace: float | None, places: Places, rounds: int) -> float | None:
     if pace is None:
         return None
     done = len(read_lines(places.run(cell) / "rounds.jsonl"))
-    return pace * max(0, cell.config.run.rounds - done)
+    return pace * max(0, rounds - done)
 
 
 def _tried(config: Config, data: DataShelf, threads: int) -> tuple[float | None, str]:

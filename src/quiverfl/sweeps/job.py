@@ -3,6 +3,9 @@
 Orders come as lines of JSON on standard input. When it ends, because the sweep is over or was
 killed, this process ends at once: a run folder survives that at any moment. On standard output it
 says, in lines of JSON, when a round is over and how a cell ended.
+
+With a file of orders and a number, as in a Slurm array, it runs that one cell and notes itself how
+it ended.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,19 +26,18 @@ import numpy as np
 
 from quiverfl.config import parse
 from quiverfl.engine.history import Metrics, Record
-from quiverfl.errors import Diverged, QuiverError
+from quiverfl.errors import Diverged, QuiverError, Stopped
 from quiverfl.experiment import DataShelf, run_in_folder
 from quiverfl.memory import keep_freed_memory
-
-Order = dict[str, Any]
-"""config, and the paths folder and log."""
-
-DIVERGED, REFUSED, BROKEN = 3, 2, 1
-"""How a cell ends if not with 0; as the command line's exit codes."""
+from quiverfl.sweeps.layout import Places
+from quiverfl.sweeps.plan import Cell
+from quiverfl.sweeps.where import BROKEN, DIVERGED, REFUSED, STOPPED, Order, conclude
 
 
 def main() -> None:
     keep_freed_memory()
+    if len(sys.argv) == 3:
+        sys.exit(run_one(Path(sys.argv[1]), sys.argv[2]))
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is for the log
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -53,13 +58,44 @@ def _read(orders: queue.SimpleQueue[Order]) -> None:
     os._exit(0)
 
 
-def run(order: Order, data: DataShelf, said: TextIO) -> tuple[int, str]:
+def run_one(orders: Path, number: str) -> int:
+    """The cell in this line of a file of orders; SIGTERM ends it with a checkpoint."""
+    try:
+        order = json.loads(orders.read_text().splitlines()[int(number)])
+    except (OSError, ValueError, IndexError) as error:
+        print(f"{orders} has no order {number}: {error}.", file=sys.stderr)
+        return REFUSED
+    places, point = Places(Path(order["root"])), tuple((k, v) for k, v in order["point"])
+    cell = Cell(parse(order["config"]), order["case"], point)
+    begin, asked = time.monotonic(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    code, message = run(order, DataShelf(), sys.stdout, asked.is_set)
+    if code == STOPPED:
+        print(message, file=sys.stderr)
+    else:
+        conclude(cell, places, code, message, begin)
+    return code
+
+
+def run(
+    order: Order, data: DataShelf, said: TextIO, stop: Callable[[], bool] = lambda: False
+) -> tuple[int, str]:
     """Carry out one order: 0, or what went wrong and why. The data stays for the next one."""
+    telling, until = _Telling(said), order.get("until")
+
+    def enough() -> bool:
+        return until is not None and telling.rounds >= until
+
+    def stopping() -> bool:
+        return enough() or stop()
+
     try:
         config = parse(order["config"])
         # Wait while another sweep runs the same cell; what it finished is not repeated.
         found = data.take(config)
-        run_in_folder(config, Path(order["folder"]), _Telling(said), found, wait=True)
+        run_in_folder(config, Path(order["folder"]), telling, found, stopping, wait=True)
+    except Stopped as stopped:
+        return (0, "") if enough() else (STOPPED, str(stopped))
     except QuiverError as error:
         if error.__cause__ is not None:  # what a library or one's own code raised: for the log
             traceback.print_exc()
@@ -79,6 +115,7 @@ class _Telling:
     def __init__(self, said: TextIO) -> None:
         self._said = said
         self._scores: dict[str, float] = {}
+        self.rounds = 0
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
         values = next(iter(metrics.values()))  # of the metric that results are judged by
@@ -86,7 +123,8 @@ class _Telling:
             self._scores[stage] = float(np.nanmean(values))
 
     def finished(self, record: Record) -> None:
-        _say(self._said, {"round": int(record["round"]) + 1, "scores": self._scores})
+        self.rounds = int(record["round"]) + 1
+        _say(self._said, {"round": self.rounds, "scores": self._scores})
 
 
 def _say(said: TextIO, line: dict[str, Any]) -> None:

@@ -20,6 +20,9 @@
     base = "small.toml"         # this scale; `cases` are the names of those that stay
     cases = ["CIFAR-10 Dir-0.3"]
 
+    [tuning]                    # how `quiver tune` races the tries (sweeps/racing.py)
+    rungs = [0.25, 0.5]
+
 A cell is the same cell wherever it comes from: sweeps that share a folder share finished runs.
 """
 
@@ -40,7 +43,7 @@ Tree = dict[str, Any]
 Point = tuple[tuple[str, Any], ...]
 
 KEYS = ("base", "methods", "seeds", "grid", "case")
-KNOWN = (*KEYS, "scale")
+KNOWN = (*KEYS, "scale", "tuning")
 KNOWN_OF_SCALE = (*KEYS, "cases")
 HASH_LETTERS = 12
 
@@ -82,6 +85,8 @@ class Cell:
 class Sweep:
     name: str
     cells: tuple[Cell, ...]
+    tuning: Mapping[str, Any] | None = None
+    """How `quiver tune` shall race the tries, where the file says it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = Non
     ]
     if not cells:
         raise QuiverError(f"{path}: nothing is left to run: it has none of these methods.")
-    return Sweep(path.stem, tuple({(cell.label, cell.name): cell for cell in cells}.values()))
+    unique = {(cell.label, cell.name): cell for cell in cells}
+    return Sweep(path.stem, tuple(unique.values()), tree.get("tuning"))
 
 
 def _base(tree: Tree, path: Path) -> Tree:
@@ -135,7 +141,8 @@ def _scaled(tree: Tree, scale: str, path: Path) -> Tree:
     """The sweep at a scale that it has a section for."""
     sections = tree.get("scale", {})
     if not isinstance(sections, dict) or not isinstance(sections.get(scale), dict):
-        raise QuiverError(f"{path}: there is no [scale.{scale}].")
+        known = ", ".join(sections) if isinstance(sections, dict) and sections else "none"
+        raise QuiverError(f"{path}: there is no [scale.{scale}]; it has {known}.")
     own = sections[scale]
     for key in own:
         if key not in KNOWN_OF_SCALE:

@@ -26,6 +26,7 @@ from quiverfl.topologies.participation import participating
 from quiverfl.topologies.random import erdos_renyi, random_pull, random_push, random_regular
 from quiverfl.topologies.star import star
 from quiverfl.topologies.topology import Topology
+from quiverfl.topologies.unreliable import Exchange, unreliable
 
 __all__ = [
     "TOPOLOGIES",
@@ -54,7 +55,13 @@ __all__ = [
     "star",
     "topology_options",
     "torus",
+    "unreliable",
 ]
+
+EXCHANGES: dict[str, Exchange] = {"random_push": "push", "random_pull": "pull"}
+"""What these are whatever their weights; others are judged by their matrix."""
+COMMON_OPTIONS = ("participation", "link_failure")
+"""Those that all topologies have."""
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "isolated": isolated,
@@ -85,18 +92,19 @@ def find_topology(name: str) -> Callable[..., Any]:
 
 
 def topology_options(name: str) -> list[str]:
-    """The options that a topology has by name, without `clients` and `participation`."""
+    """The options of its own that a topology has by name."""
     return [option for option in signature(find_topology(name)).parameters if option != "clients"]
 
 
 def make_topology(name: str, clients: int, **options: Any) -> Topology:
     """A topology by its name, as a configuration gives it; unknown or missing options are refused.
 
-    `participation` is an option of all of them, a fraction below 1 (see participating). One's own
-    function is called with clients=… and the options; it returns a Topology, or a function from a
-    round to its matrix or Graph (see custom).
+    `participation`, a fraction below 1 (see participating), and `link_failure`, a probability (see
+    unreliable), are options of all of them. One's own function is called with clients=… and the
+    options; it returns a Topology, or a function from a round to its matrix or Graph (see custom).
     """
     participation = options.pop("participation", 1.0)
+    failure = options.pop("link_failure", 0.0)
     function = find_topology(name)
     if is_reference(name) and "seed" in topology_options(name):
         options.setdefault("seed", 0)
@@ -106,9 +114,10 @@ def make_topology(name: str, clients: int, **options: Any) -> Topology:
         if is_reference(name)
         else function(clients, **options)
     )
-    if participation == 1:
-        return topology
-    return participating(topology, participation, seed=options.get("seed", 0))
+    seed = options.get("seed", 0)
+    if failure != 0:
+        topology = unreliable(topology, failure, seed, EXCHANGES.get(name))
+    return topology if participation == 1 else participating(topology, participation, seed)
 
 
 def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -124,7 +133,7 @@ def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) 
         if option not in known:
             raise QuiverError(
                 f"topology {name!r} has no option {option!r}: "
-                f"{nearest(option, {*known, 'participation'} - {'clients'})}"
+                f"{nearest(option, {*known, *COMMON_OPTIONS} - {'clients'})}"
             )
     for option, parameter in known.items():
         needed = parameter.default is parameter.empty and parameter.kind.name != "VAR_POSITIONAL"

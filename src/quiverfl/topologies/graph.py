@@ -14,6 +14,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from quiverfl.errors import QuiverError
+from quiverfl.topologies.shown_graph import ShownGraph
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -23,8 +24,8 @@ DENSE_LIMIT = 5_000
 TOLERANCE = 1e-9
 
 
-@dataclass(frozen=True, eq=False)
-class Graph:
+@dataclass(frozen=True, eq=False, repr=False)
+class Graph(ShownGraph):
     """One round. `hub` marks a star: clients talk to a server only, which counts in the bytes."""
 
     matrix: sparse.csr_array
@@ -62,8 +63,7 @@ class Graph:
         if self.clients > DENSE_LIMIT:
             size = f"a dense matrix of {self.clients} clients is too large (limit {DENSE_LIMIT})"
             raise QuiverError(f"{size}: use graph.sparse, a scipy CSR array.")
-        dense: Floats = self.sparse.toarray()
-        return dense
+        return np.asarray(self.sparse.toarray(), dtype=np.float64)
 
     @cached_property
     def row_stochastic(self) -> bool:

@@ -11,10 +11,11 @@ import numpy as np
 from scipy import sparse
 
 from quiverfl.topologies.graph import Flags, Floats, Graph, Integers
+from quiverfl.topologies.shown_graph import ShownTopology
 
 
-@dataclass(frozen=True)
-class Topology:
+@dataclass(frozen=True, repr=False)
+class Topology(ShownTopology):
     """Round → Graph, a pure function of (seed, round), with the options that made it."""
 
     name: str

@@ -98,7 +98,7 @@ def dfedpgp(
             trained[i] = {**copied(body), **copied(v[i])}
         outcome.local.append([copied(trained[i]) for i in setting.clients])
 
-        # Lines 13-15: push p·(u, μ), sum what arrives.
+        # Lines 14-16: push p·(u, μ), sum what arrives.
         new_u: list[Weights] = []
         new_v: list[Weights] = []
         new_mu: list[float] = []
@@ -118,7 +118,7 @@ def dfedpgp(
             v = new_v
         if mutant != "μ is not mixed":
             mu = new_mu
-        # Line 16: z = u/μ, which with v is also the output.
+        # Line 17: z = u/μ, which with v is also the output.
         z = [{n: u[i][n] / mu[i] for n in U} for i in setting.clients]
         body_of = u if mutant == "u is the output" else z
         outcome.mixed.append([{**copied(body_of[i]), **copied(v[i])} for i in setting.clients])

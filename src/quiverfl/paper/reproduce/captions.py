@@ -21,6 +21,13 @@ TRAINING = {
     "clip_norm": "clipping at norm",
 }
 
+GRAPH = {
+    "neighbors": "neighbors",
+    "sampled": "sampled",
+    "participation": "participation",
+    "link_failure": "link failure",
+}
+
 
 def setting_words(results: Results) -> str:
     """Clients, samples, model, rounds, optimizer and graphs."""
@@ -107,7 +114,7 @@ def _graph_words(groups: list[Group]) -> str:
     kinds: dict[str, list[str]] = {}
     for group in groups:
         options = group.first.topology_options
-        shown = [f"{key} {options[key]}" for key in ("neighbors", "sampled") if key in options]
+        shown = [f"{words} {options[key]}" for key, words in GRAPH.items() if key in options]
         kind = f"{group.first.topology} ({', '.join(shown)})" if shown else group.first.topology
         kinds.setdefault(kind, []).append(method_title(group.method))
     listed = "; ".join(f"{', '.join(dict.fromkeys(n))} on {k}" for k, n in kinds.items())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from quiverfl.bundled import configs
 from quiverfl.errors import QuiverError, nearest
 
 Kind: TypeAlias = Literal["accuracy", "target", "curves", "series", "partition"]
@@ -86,6 +87,13 @@ ITEMS = {
     ),
     "fig4": Item("Who holds which classes", "partition", "fig4"),
     "fig5": Item("Learning curves (Tiny-ImageNet)", "curves", "table6"),
+    "unreliable": Item(
+        "Test accuracy with clients offline and links failing",
+        "accuracy",
+        "unreliable",
+        note="Not in the paper, which gives it as its motivation. A push needs one direction of a "
+        "link, an undirected exchange both; clients are drawn anew in every round.",
+    ),
 }
 
 
@@ -124,15 +132,6 @@ def _is_folder(scale: str) -> bool:
     if scale not in known:
         raise QuiverError(f"--scale {scale!r}: {nearest(scale, known)} Or a folder: ./{scale}")
     return False
-
-
-def configs() -> Path:
-    """The presets: beside the package when it is installed, else in the source tree."""
-    package = Path(__file__).resolve().parents[2]
-    for folder in (package / "configs", package.parents[1] / "configs"):
-        if folder.is_dir():
-            return folder
-    raise QuiverError("the presets are missing: this installation has no configs folder.")
 
 
 def _listed(folder: Path, pattern: str) -> str:

@@ -29,6 +29,11 @@ class Results:
     cases: tuple[CaseResult, ...]
     missing: tuple[str, ...]
     """A sentence for every cell without a finished run."""
+    family: Results | None = None
+    """All results of the item, where these are some of its cases: what p is corrected for."""
+
+    def alone(self, case: CaseResult) -> Results:
+        return Results((case,), self.missing, self.family or self)
 
     def methods(self) -> list[str]:
         """Those with a result anywhere: Quiver's in their order, then one's own."""

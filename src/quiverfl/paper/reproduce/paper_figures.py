@@ -10,11 +10,14 @@ from matplotlib.figure import Figure
 
 from quiverfl.methods import method_title
 from quiverfl.paper.reproduce.collect import Results
-from quiverfl.results.figures import STYLE, Against, draw_curves
+from quiverfl.paper.reproduce.paper_scores import case_scores
+from quiverfl.results.figures import STYLE, Against, draw_curves, picture
 from quiverfl.results.groups import Group
+from quiverfl.results.mean_ranks import draw_ranks, ranks
 from quiverfl.results.palette import Style
 from quiverfl.results.partition_picture import draw_counts
 from quiverfl.results.run_files import Counts
+from quiverfl.results.summary import Report
 
 SERIES = ("#440154", "#3B528B", "#21908C", "#5DC863", "#C7A300", "#D55E00", "#882255")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
@@ -53,6 +56,16 @@ def _restyled(groups: Sequence[tuple[str, Group]]) -> list[Group]:
         )
         for place, (label, group) in enumerate(groups)
     ]
+
+
+def draw_case_ranks(results: Results, stage: str, report: Report) -> Figure | None:
+    """The critical-difference diagram of the methods over the cases; None where there are few."""
+    found = ranks(case_scores(results, stage, report))
+    if found is None:
+        return None
+    titles = [method_title(method) for method in found.methods]
+    height = 1.6 + 0.28 * len(titles)
+    return picture(lambda axes: draw_ranks(axes, found, titles), width=8.0, height=height)
 
 
 def draw_panels(rows: Sequence[Panels], stages: Sequence[str], against: Against) -> Figure:

@@ -13,13 +13,9 @@ import pandas as pd
 from quiverfl.paper.reproduce import published
 from quiverfl.paper.reproduce.collect import CaseResult, Results
 from quiverfl.results.groups import Group, common_metric
+from quiverfl.results.paired import holm, paired_differences
 from quiverfl.results.run_files import RunResult
-from quiverfl.results.scores import (
-    comparison,
-    paired_differences,
-    rounds_to_target,
-    spent_by_round,
-)
+from quiverfl.results.scores import comparison, rounds_to_target, spent_by_round
 from quiverfl.results.summary import STAGES, Report, higher_is_better, mean_by_round
 
 REFERENCE = "dfedpgp"
@@ -49,9 +45,12 @@ def accuracy_frame(results: Results, report: Report) -> pd.DataFrame:
 
 
 def difference_frame(results: Results, report: Report) -> pd.DataFrame:
-    """Every method minus DFedPGP, seed by seed; empty where it is not there or is alone."""
+    """Every method minus DFedPGP, seed by seed; empty where it is not there or is alone.
+
+    `p_holm` is corrected for all comparisons of all cases and stages.
+    """
     rows = []
-    for case in results.cases:
+    for case in (results.family or results).cases:
         if case.group(REFERENCE) is None or len(case.groups) == 1:
             continue
         for stage in STAGES:
@@ -60,7 +59,18 @@ def difference_frame(results: Results, report: Report) -> pd.DataFrame:
             frame.insert(1, "stage", stage)
             frame.insert(2, "method", [g.method for g in case.groups if g.method != REFERENCE])
             rows.append(frame.drop(columns=["label", "reference"]))
-    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()
+    if not rows:
+        return pd.DataFrame()
+    found = pd.concat(rows, ignore_index=True)
+    found.insert(list(found).index("p") + 1, "p_holm", holm(found["p"].tolist()))
+    shown = [case.label for case in results.cases]
+    return found[found["case"].isin(shown)].reset_index(drop=True)
+
+
+def case_scores(results: Results, stage: str, report: Report) -> pd.DataFrame:
+    """Means over seeds and clients, cases in rows and methods in columns; larger is better."""
+    frame = accuracy_frame(results.family or results, report)
+    return frame.pivot(index="case", columns="method", values=f"{stage}_mean")[results.methods()]
 
 
 def target_frame(results: Results, stage: str) -> pd.DataFrame:

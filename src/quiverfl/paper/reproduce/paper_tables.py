@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -17,16 +17,26 @@ from quiverfl.paper.reproduce.collect import Results
 from quiverfl.paper.reproduce.paper_scores import (
     REFERENCE,
     accuracy_frame,
+    case_scores,
     difference_frame,
     equal_steps_frame,
     seed_words,
     target_frame,
 )
 from quiverfl.results import numbers
+from quiverfl.results.mean_ranks import Ranks, ranks
+from quiverfl.results.mean_ranks import words as rank_words
+from quiverfl.results.paired import LEVEL
 from quiverfl.results.protocol import REPORT_WORDS, describe
 from quiverfl.results.summary import Report
 from quiverfl.results.table_formats import Cell, Column, Table
-from quiverfl.results.tables import REPORT_TITLES, tested
+from quiverfl.results.tables import (
+    DIFFERENCE_WORDS,
+    REPORT_TITLES,
+    p_cell,
+    seeds_cell,
+    tested,
+)
 
 METRIC = "accuracy"
 Row = dict[str, Any]
@@ -152,13 +162,53 @@ def difference_table(
     caption = [
         f"A method's mean test {METRIC} over clients minus {method_title(REFERENCE)}'s, "
         f"{REPORT_WORDS[report]}, taken within each seed, then averaged. Positive: ahead "
-        "of it. The CSV file has Student's 95 % intervals.",
+        "of it. * where chance is ruled out at 5 %, corrected for all comparisons of all cases "
+        "and stages (Holm). The CSV file has Student's 95 % intervals.",
         seed_words(results.all_groups()),
         *results.missing,
     ]
     title = f"{item.title}: against {method_title(REFERENCE)}, paired by seed, in points"
     methods = [method for method in results.methods() if method != REFERENCE]
     return _table(title, item, methods, blocks, caption)
+
+
+def significance_table(
+    item: Item, results: Results, stages: Sequence[str], report: Report = "last"
+) -> Table | None:
+    """How sure the differences to DFedPGP are; None where no method has two seeds in common."""
+    frame = difference_frame(results, report)
+    if frame.empty or not bool(frame["p"].notna().any()):
+        return None
+    blocks = []
+    for case in results.cases:
+        for stage in stages:
+            rows = _rows(frame[frame["stage"] == stage], case.label)
+            above = f"{case.label}, {stage}"
+            blocks += [
+                Block(above, "p (Holm)", _column(rows, lambda row: p_cell(row["p_holm"]))),
+                Block(above, "seeds to tell", _column(rows, _seeds)),
+                Block(above, "won : lost", _column(rows, _won)),
+            ]
+    found = [(stage, ranks(case_scores(results, stage, report))) for stage in stages]
+    caption = [
+        f"Against {method_title(REFERENCE)}. {DIFFERENCE_WORDS}",
+        *(f"Stage {stage}: {rank_words(titled(one))}" for stage, one in found if one is not None),
+    ]
+    methods = [method for method in results.methods() if method != REFERENCE]
+    return _table(f"{item.title}: how sure the differences are", item, methods, blocks, caption)
+
+
+def titled(found: Ranks) -> Ranks:
+    """Methods by the names that people read."""
+    return replace(found, methods=tuple(map(method_title, found.methods)))
+
+
+def _seeds(row: Row) -> Cell:
+    return seeds_cell(row["seeds_needed"])
+
+
+def _won(row: Row) -> Cell:
+    return Cell(f"{row['clients_won']} : {row['clients_lost']}")
 
 
 def partition_table(item: Item, shares: Mapping[str, Partition]) -> Table:
@@ -245,7 +295,8 @@ def _spread(mean: float, std: float, best: float | None = None) -> Cell:
 
 def _difference(row: Row) -> Cell:
     text, std = numbers.signed(row["difference"], METRIC), row["seed_std"]
-    return Cell(text if math.isnan(std) else f"{text} ± {numbers.score(std, METRIC)}")
+    sure = " *" if row["p_holm"] < LEVEL else ""
+    return Cell(text if math.isnan(std) else f"{text} ± {numbers.score(std, METRIC)}{sure}")
 
 
 def _rounds_column(rows: Sequence[Row]) -> dict[str, Cell]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -111,7 +111,7 @@ def per_case(
 ) -> list[Table]:
     """The same tables one case at a time, for a narrow terminal."""
     results = collect(cells, places)
-    made = [_tables(name, item, replace(results, cases=(case,)), shown) for case in results.cases]
+    made = [_tables(name, item, results.alone(case), shown) for case in results.cases]
     stems = dict.fromkeys(stem for one in made for stem in one)
     return [one[stem] for stem in stems for one in made if stem in one]
 
@@ -127,6 +127,9 @@ def _tables(name: str, item: Item, results: Results, shown: Shown) -> dict[str, 
         against = paper_tables.difference_table(item, results, shown.stages, shown.report)
         if against is not None and against.rows:
             made[f"{name}-differences"] = against
+        sure = paper_tables.significance_table(item, results, shown.stages, shown.report)
+        if sure is not None and sure.rows:
+            made[f"{name}-significance"] = sure
     return made
 
 
@@ -146,7 +149,7 @@ def _figures(item: Item, results: Results, shown: Shown) -> dict[tuple[str, str]
         if item.kind == "series"
         else paper_figures.by_case(results)
     )
-    return {
+    drawn = {
         ("curves", "Learning curves, against rounds"): paper_figures.draw_panels(
             rows, shown.stages, "rounds"
         ),
@@ -154,6 +157,11 @@ def _figures(item: Item, results: Results, shown: Shown) -> dict[tuple[str, str]
             rows, shown.stages, "steps"
         ),
     }
+    for stage in shown.stages if item.kind == "accuracy" else ():
+        figure = paper_figures.draw_case_ranks(results, stage, shown.report)
+        if figure is not None:
+            drawn[f"ranks-{stage}", f"Mean ranks over cases: stage {stage}"] = figure
+    return drawn
 
 
 def _write_reports(

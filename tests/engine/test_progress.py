@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from quiverfl.cli.progress import progress
+from quiverfl.callbacks.progress import progress
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -1,8 +1,10 @@
-"""How a run is shown while it goes: a bar on a terminal, plain lines elsewhere, or nothing."""
+"""How a run is shown while it goes: a bar on a terminal or in a notebook, plain lines elsewhere,
+or nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import time
 from collections.abc import Iterator
 
@@ -25,6 +27,7 @@ from rich.text import Text
 from quiverfl.engine.history import Metrics, Record, Recorder
 
 SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_UPDATES = 0.2
 WIDTH_FOR_A_BAR = 120
 
 
@@ -33,6 +36,8 @@ def progress(label: str, rounds: int, quiet: bool) -> Iterator[Recorder | None]:
     console = Console(stderr=True)
     if quiet:
         yield None
+    elif console.is_jupyter:
+        yield _Notebook(label, rounds)
     elif console.is_terminal:
         with Progress(*_columns(console.width), console=console) as display:
             yield _Bar(display, label, rounds)
@@ -86,6 +91,37 @@ class _Bar:
     def finished(self, record: Record) -> None:
         done = int(record["round"]) + 1
         self._display.update(self._task, completed=done, score=str(self._scores))
+
+
+class _Notebook:
+    """One output of the cell, replaced as the run goes; it needs no widgets."""
+
+    def __init__(self, label: str, rounds: int) -> None:
+        from IPython.display import display
+
+        self._label, self._rounds, self._scores = label, rounds, _Scores()
+        self._start = self._last = time.monotonic()
+        self._handle = display({"text/html": self._bar(0)}, raw=True, display_id=True)
+
+    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+        self._scores.see(stage, metrics)
+
+    def finished(self, record: Record) -> None:
+        done, now = int(record["round"]) + 1, time.monotonic()
+        if now - self._last < SECONDS_BETWEEN_UPDATES and done != self._rounds:
+            return
+        self._last = now
+        if self._handle is not None:
+            self._handle.update({"text/html": self._bar(done)}, raw=True)
+
+    def _bar(self, done: int) -> str:
+        words = html.escape(f"{self._label}: round {done}/{self._rounds}")
+        scores = html.escape(str(self._scores))
+        seconds = time.monotonic() - self._start
+        return (
+            f'{words} <progress value="{done}" max="{self._rounds}"></progress> '
+            f"{seconds:.0f} s, {scores}"
+        )
 
 
 class _Lines:

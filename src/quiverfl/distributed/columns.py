@@ -1,0 +1,144 @@
+"""mixed = P · messages where the rows lie on several ranks: columns change hands twice.
+
+Every rank has the rows of its own clients. A block of columns is dealt so that each rank has *all*
+rows of some of them, multiplies these as one process would, on the same chunks and hence with the
+same sums in the same order, and deals them back. While a block is multiplied the next one is on its
+way and the one before returns. Each rank sends 2 (R - 1) / R² of all messages, whatever the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quiverfl.distributed.placement import Placement
+from quiverfl.distributed.ranks import Dealing, Ranks
+from quiverfl.engine.mixing import NARROWEST, chunk_width, mix
+from quiverfl.topologies.graph import Graph
+
+BLOCK_BYTES = 16 << 20
+"""Of one rank's columns of all clients: three blocks are in memory at a time, sent and received."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Columns cuts[0] … cuts[R] - 1; rank r multiplies cuts[r] … cuts[r + 1] - 1."""
+
+    cuts: Sequence[int]
+
+    @property
+    def widths(self) -> list[int]:
+        return [end - begin for begin, end in zip(self.cuts, self.cuts[1:], strict=False)]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The product of a graph and messages, for the rows that are here."""
+
+    ranks: Ranks
+    placement: Placement
+
+    def mix(self, graph: Graph, leaf: Tensor) -> Tensor:
+        """What `mixing.mix` computes, of the messages of this rank's clients, in their memory.
+
+        Where all rows of the graph are equal the leaf has the messages of this rank's senders.
+        """
+        flat = leaf.view(len(leaf), math.prod(leaf.shape[1:]))
+        if graph.one_row:
+            row = self._common_row(graph, flat)
+            return row.view(leaf.shape[1:]).expand(self._here, *leaf.shape[1:])
+        width = chunk_width(graph.clients, leaf.element_size())
+        counts = self.placement.counts
+        blocks = cut(flat.shape[1], width, sum(counts) * leaf.element_size(), self.ranks.size)
+        returning: tuple[Block, Dealing, Tensor] | None = None
+        for block, whole, sent in self._dealt(flat, counts, blocks):
+            mixed = mix(graph, whole) if whole.numel() else whole
+            back = self._return(block, mixed, sent, len(leaf))
+            if returning is not None:
+                self._unpack(flat, *returning)
+            returning = (block, back, sent)
+        if returning is not None:
+            self._unpack(flat, *returning)
+        return leaf
+
+    def dealt(self, flat: Tensor, width: int) -> Iterator[tuple[Block, Tensor]]:
+        """Blocks of columns, cut at multiples of a width: all rows of those that are for here."""
+        counts = self.placement.counts
+        blocks = cut(flat.shape[1], width, sum(counts) * flat.element_size(), self.ranks.size)
+        for block, whole, _ in self._dealt(flat, counts, blocks):
+            yield block, whole
+
+    @property
+    def _here(self) -> int:
+        return self.placement.counts[self.ranks.rank]
+
+    def _common_row(self, graph: Graph, flat: Tensor) -> Tensor:
+        """The one sum that everybody receives: each rank has a part of its columns computed."""
+        counts = self.placement.counted(graph.senders)
+        row = flat.new_empty(flat.shape[1])
+        blocks = cut(flat.shape[1], NARROWEST, sum(counts) * flat.element_size(), self.ranks.size)
+        for block, whole, _ in self._dealt(flat, counts, blocks):
+            part = mix(graph, whole)[0] if whole.numel() else whole.view(-1)
+            begin, end = block.cuts[0], block.cuts[-1]
+            sent = [len(part)] * self.ranks.size
+            copies = part.repeat(self.ranks.size)
+            self.ranks.deal(row[begin:end], copies, block.widths, sent).wait()
+        return row
+
+    def _dealt(
+        self, flat: Tensor, counts: Sequence[int], blocks: Sequence[Block]
+    ) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """(block, all rows of its columns that are for here, what was sent), one block ahead."""
+        coming = self._send(flat, counts, blocks[0]) if blocks else None
+        for place, block in enumerate(blocks):
+            assert coming is not None
+            dealing, whole = coming
+            following = place + 1 < len(blocks)
+            coming = self._send(flat, counts, blocks[place + 1]) if following else None
+            dealing.wait()
+            yield block, whole, dealing.own
+
+    def _send(self, flat: Tensor, counts: Sequence[int], block: Block) -> tuple[Dealing, Tensor]:
+        widths = block.widths
+        mine = widths[self.ranks.rank]
+        sent = [len(flat) * width for width in widths]
+        own = flat.new_empty(sum(sent))
+        for part, into in zip(self._parts(flat, block), torch.split(own, sent), strict=True):
+            into.view(part.shape).copy_(part)
+        whole = flat.new_empty(sum(counts), mine)
+        received = [count * mine for count in counts]
+        return self.ranks.deal(whole.view(-1), own, received, sent), whole
+
+    def _return(self, block: Block, mixed: Tensor, into: Tensor, rows: int) -> Dealing:
+        """What comes back is as large as what was sent, and takes its place."""
+        mine = block.widths[self.ranks.rank]
+        received = [rows * width for width in block.widths]
+        sent = [count * mine for count in self.placement.counts]
+        return self.ranks.deal(into, mixed.view(-1), received, sent)
+
+    def _unpack(self, flat: Tensor, block: Block, back: Dealing, into: Tensor) -> None:
+        back.wait()
+        sizes = [len(flat) * width for width in block.widths]
+        for part, values in zip(self._parts(flat, block), torch.split(into, sizes), strict=True):
+            part.copy_(values.view(part.shape))
+
+    def _parts(self, flat: Tensor, block: Block) -> list[Tensor]:
+        """This rank's rows of the columns that are for each rank."""
+        return [flat[:, a:b] for a, b in zip(block.cuts, block.cuts[1:], strict=False)]
+
+
+def cut(columns: int, width: int, column_bytes: int, ranks: int) -> list[Block]:
+    """Blocks that share the chunks of `width` columns out evenly; chunks stay whole."""
+    chunks = -(-columns // width)
+    each = max(1, BLOCK_BYTES // max(1, width * column_bytes))
+    most = -(-chunks // max(1, -(-chunks // (each * ranks))))  # equal blocks, no small last one
+    blocks = []
+    for first in range(0, chunks, max(1, most)):
+        here = min(most, chunks - first)
+        cuts = [min(columns, (first + here * rank // ranks) * width) for rank in range(ranks + 1)]
+        blocks.append(Block(cuts))
+    return blocks

@@ -1,0 +1,128 @@
+"""What a configuration needs on so many ranks: memory of each, bytes between them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quiverfl.config import Config
+from quiverfl.data.federated import federate
+from quiverfl.distributed.columns import BLOCK_BYTES
+from quiverfl.distributed.placement import Placement
+from quiverfl.distributed.rank_simulation import work_of
+from quiverfl.engine.shard import Shard
+from quiverfl.experiment import (
+    load_data,
+    make_method,
+    make_task,
+    settings_of,
+    share_out,
+    topology_for,
+)
+from quiverfl.methods.state import fields_of
+from quiverfl.topologies.graph import Graph
+
+Integers = npt.NDArray[np.int64]
+
+PROCESS = 350_000_000
+"""Bytes that Python, torch and the rest of a process take before the first client."""
+COPIES = 6
+"""Copies of the parameters of the clients that are trained together: values, gradients, momentum
+and what the backward pass keeps, which depends on the model and is not counted."""
+BLOCKS = 6
+"""Blocks of columns that are on their way at a time: three, sent and received."""
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """Bytes of one client, but for `examples`, which are each client's."""
+
+    work: Integers
+    """Samples that each client visits in an epoch or more: what placement goes by."""
+    state: int
+    kept: int
+    """Its model from before the last communication, where that is kept."""
+    message: int
+    shared: int
+    model: int
+    chunk: int
+    """Clients that are trained together."""
+    examples: Integers
+    graph: Graph
+
+    @property
+    def clients(self) -> int:
+        return len(self.examples)
+
+    def memory(self, ranks: int) -> int:
+        """Of the rank that needs most."""
+        placement = Placement.balanced(self.work, ranks)
+        blocks = 0 if ranks == 1 else BLOCKS * BLOCK_BYTES
+
+        def of(rank: int) -> int:
+            count = placement.counts[rank]
+            states = count * (self.state + self.kept)
+            training = min(count, self.chunk) * COPIES * self.model
+            return int(self.examples[placement.on(rank)].sum()) + states + training
+
+        return PROCESS + blocks + max(of(rank) for rank in range(ranks))
+
+    def traffic(self, ranks: int) -> int:
+        """Bytes that a rank sends in a round so that messages are mixed."""
+        apart = (ranks - 1) / ranks**2
+        if self.graph.one_row:
+            there = len(self.graph.senders) * self.message * apart
+            return int(there + self.message * (ranks - 1) / ranks)
+        return int(2 * self.clients * self.message * apart)
+
+    def measuring(self, ranks: int) -> int:
+        """Bytes that a rank sends in an evaluated round so that consensus can be measured."""
+        return int(self.clients * self.shared * (ranks - 1) / ranks**2)
+
+    def ranks_for(self, available: int) -> int | None:
+        """The fewest ranks that fit, each on a machine with so much memory; None: none do."""
+        fit = (n for n in range(1, self.clients + 1) if self.memory(n) <= available)
+        return next(fit, None)
+
+
+def needs_of(config: Config) -> Needs:
+    """From the data, and from the state and message of one client."""
+    dataset, method = load_data(config), make_method(config)
+    shares, task = share_out(config, dataset), make_task(config, dataset)
+    settings = settings_of(config, shares.clients)
+    first = replace(shares, train=shares.train[:1], test=shares.test[:1], names=shares.names[:1])
+    epochs = settings.epochs_per_client
+    alone = replace(settings, epochs_per_client=epochs and epochs[:1])
+    shard = Shard(task, federate(dataset, first), method, config.training.training(), alone)
+    shared = next(iter(fields_of(shard.state, "shared").values()), None)
+    model = (task.shared_layout.size + task.personal_layout.size) * settings.dtype.itemsize
+    train, test = (np.array([len(s) for s in part]) for part in (shares.train, shares.test))
+    return Needs(
+        work=work_of(train, settings),
+        state=sum(leaf.nbytes for leaf in shard.state),
+        kept=model if settings.keep_local else 0,
+        message=sum(leaf.nbytes for leaf in shard.outbox().values()),
+        shared=0 if shared is None else shared.nbytes,
+        model=model,
+        chunk=shard.together,
+        examples=(train + test) * (dataset.train_x[:1].nbytes + dataset.train_y[:1].nbytes),
+        graph=topology_for(config, method, shares.clients)(0),
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had on this machine now; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,141 @@
+"""A simulation whose clients are on many ranks: the same loop, and what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quiverfl.data.federated import FederatedData
+from quiverfl.distributed.columns import Columns
+from quiverfl.distributed.placement import Placement
+from quiverfl.distributed.rank_checkpoint import GatheredCheckpoints
+from quiverfl.distributed.rank_shard import Federation, RankShard
+from quiverfl.distributed.ranks import Ranks
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.exchange import MatrixExchange
+from quiverfl.engine.fit import check_fit
+from quiverfl.engine.history import History, Recorder
+from quiverfl.engine.recorders import Recorders
+from quiverfl.engine.rounds import play
+from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.simulate import Simulation, threads_for
+from quiverfl.engine.simulation_run import Run
+from quiverfl.errors import Stopped
+from quiverfl.methods.contract import Method
+from quiverfl.task import Task
+from quiverfl.topologies.topology import Topology
+from quiverfl.training import Training
+
+Integers = npt.NDArray[np.int64]
+Kept = Callable[[Callable[[Path], Path]], None]
+"""Has a checkpoint written into a folder, and what it replaces removed."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankSimulation:
+    """What `Simulation` is in one process; `data` is that of this rank's clients."""
+
+    ranks: Ranks
+    federation: Federation
+    task: Task
+    data: FederatedData
+    method: Method
+    topology: Topology
+    training: Training
+    settings: RunSettings
+
+    @property
+    def placement(self) -> Placement:
+        return self.federation.placement
+
+    def check(self) -> None:
+        """Refuse what cannot work together, before anything is computed or written."""
+        check_fit(
+            self.task,
+            self.data,
+            self.method,
+            self.topology,
+            self.training,
+            self.settings,
+            self.placement.clients,
+        )
+
+    def run(
+        self,
+        recorder: Recorder | None = None,
+        resume: Checkpoint | None = None,
+        checkpoint: Kept | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Run:
+        """Play the rounds. On rank 0 `resume` is the checkpoint of all clients and `checkpoint`
+        keeps new ones; other ranks have neither, and their history is nobody's concern."""
+        ranks, settings = self.ranks, self.settings
+        longest, clients = int(self.federation.train.max()), self.placement.clients
+        with threads_for(self.task, clients, longest, self.training, settings):
+            shard = ranks.together(self._shard)
+            columns = Columns(ranks, self.placement)
+            exchange = MatrixExchange(self.method.delay, columns.mix, shard.ids)
+            checkpoints = GatheredCheckpoints(ranks, self.placement)
+            history, start = History(), 0
+            if ranks.any(resume is not None):
+                part = checkpoints.share(resume)
+                ranks.together(lambda: part.apply(shard, exchange))
+                history, start = part.history.copy(), part.round
+
+            def after_round(round: int) -> None:
+                stopping = round + 1 < settings.rounds and ranks.any(stop())
+                if ranks.any(checkpoint is not None) and (stopping or settings.checkpoints(round)):
+                    taken = Checkpoint.take(round + 1, shard, exchange, history)
+                    self._keep(checkpoints, taken, checkpoint)
+                if stopping:
+                    raise Stopped(round + 1)
+
+            whole = Simulation(
+                self.task, self.data, self.method, self.topology, self.training, settings
+            )
+            run = Run(whole, shard, exchange, history)
+            told = Recorders([history, *([] if recorder is None else [recorder])], ())
+            play(shard, exchange, self.topology, told, settings, start, after_round)
+        return run
+
+    def _keep(self, checkpoints: GatheredCheckpoints, taken: Checkpoint, keep: Kept | None) -> None:
+        def write(folder: Path) -> Path:
+            written = checkpoints.save(taken, folder)
+            assert written is not None
+            return written
+
+        def work() -> None:
+            if keep is None:
+                checkpoints.save(taken, None)
+            else:
+                keep(write)
+
+        self.ranks.together(work)
+
+    def _shard(self) -> RankShard:
+        return RankShard(
+            self.task,
+            self.data,
+            self.method,
+            self.training,
+            self.settings,
+            self.federation,
+            self.ranks,
+        )
+
+
+def federation_of(train: Integers, test: Integers, settings: RunSettings, ranks: int) -> Federation:
+    """Clients placed so that every rank has about as many samples to visit."""
+    epochs = settings.epochs_per_client
+    own = None if epochs is None else np.asarray(epochs, dtype=np.int64)
+    return Federation(Placement.balanced(work_of(train, settings), ranks), train, test, own)
+
+
+def work_of(train: Integers, settings: RunSettings) -> Integers:
+    """Samples that each client visits, up to a factor that all have in common."""
+    epochs = settings.epochs_per_client
+    return train if epochs is None else train * np.maximum(np.asarray(epochs, np.int64), 1)

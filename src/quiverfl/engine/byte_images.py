@@ -1,0 +1,74 @@
+"""Byte images with their channels last: gathered, cropped, flipped and normalised in one go.
+
+As convolutions on a CPU like them. A row of a cut is one copy, and what is moved are bytes, a
+quarter of the memory; what comes out is bit for bit what `prepare` and `augment` make of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quiverfl.data.augmentation import CropFlip
+from quiverfl.data.federated import FederatedData, Normalize
+from quiverfl.seeds import Hashes
+
+Bytes = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int64]
+
+
+class ByteImages:
+    """Images [n, channels, height, width] of one split: a copy of their bytes with a black rim."""
+
+    def __init__(self, x: Tensor, normalize: Normalize, augment: CropFlip | None) -> None:
+        self._draws, self._side = augment, 0 if augment is None else augment.padding
+        count, channels, height, width = x.shape
+        self._shape = (height, width, channels)
+        rim = ((0, 0), (self._side, self._side), (self._side, self._side), (0, 0))
+        padded = np.pad(x.permute(0, 2, 3, 1).numpy(), rim)
+        # Every run of `width` pixels as one item that begins in its first: a cut is one per row.
+        self._runs: np.ndarray[tuple[int, ...], np.dtype[np.void]] = np.ndarray(
+            (count, height + 2 * self._side, 2 * self._side + 1),
+            np.dtype((np.void, width * channels)),
+            padded,
+            strides=padded.strides[:3],
+        )
+        # One number for each place of a row: a channel at a time is many times slower.
+        scale, shift = normalize.factors(255.0)
+        self._scale, self._shift = scale.repeat(width), shift.repeat(width)
+
+    @classmethod
+    def of(
+        cls, x: Tensor, data: FederatedData, dtype: torch.dtype, layout: torch.memory_format
+    ) -> ByteImages | None:
+        """None where they are prepared or augmented in another way, or wanted otherwise."""
+        normalize, augment = data.prepare, data.augment
+        wanted = dtype == torch.float32 and layout == torch.channels_last
+        if not wanted or x.dtype != torch.uint8 or x.ndim != 4 or x.device.type != "cpu":
+            return None
+        if type(normalize) is not Normalize or not isinstance(augment, CropFlip | None):
+            return None
+        if augment is not None and augment.fill != normalize.black:
+            return None  # padding with bytes of 0 is padding with what black becomes
+        return cls(x, normalize, augment)
+
+    def take(self, places: Integers, keys: Hashes | None) -> Tensor:
+        """These images, ready for the model; augmented where there are keys."""
+        if self._draws is None or keys is None:
+            images = self._cut(places, np.full(len(places), self._side), self._side)
+        else:
+            down, right, flips = self._draws.draws(keys.ravel())
+            images = self._cut(places, down, right[:, None])
+            flipped = np.flatnonzero(flips)
+            images[flipped] = torch.from_numpy(images[flipped]).flip(2).numpy()
+        rows = torch.from_numpy(images).view(-1, len(self._scale)).to(torch.float32)
+        ready = rows.mul_(self._scale).add_(self._shift)
+        return ready.view(images.shape).permute(0, 3, 1, 2)
+
+    def _cut(self, places: Integers, down: Integers, right: Integers | int) -> Bytes:
+        """[n, height, width, channels], so far down and to the right in the padded images."""
+        rows = down[:, None] + np.arange(self._shape[0])
+        cut: Bytes = self._runs[places[:, None], rows, right].view(np.uint8)
+        return cut.reshape(len(places), *self._shape)

@@ -1,0 +1,153 @@
+"""Bytes that a run needs, by arithmetic: what a cluster is asked for, what a GPU has room for.
+
+The activations that a gradient keeps are counted on a few samples on the CPU; all else follows from
+shapes. What frameworks and libraries need for themselves is a round number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quiverfl.data.federated import FederatedData, Split
+from quiverfl.engine.programs import Program, is_convolutional
+from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.workers import MOST
+from quiverfl.methods.contract import Method, Start
+from quiverfl.task import Point, Task
+from quiverfl.training import Training
+
+OVERHEAD = 600 << 20
+"""Of Python, torch and what is loaded with them: 420 MB were measured, results and all."""
+WIDEST = 25
+"""Clients computed together at most, on any device."""
+SPARE = 0.8
+"""Of a device's free memory; the rest is for what no arithmetic sees, such as workspaces."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that the gradient of one client keeps, apart from parameters."""
+
+    fixed: int
+    per_sample: int
+
+    def of(self, batch: int) -> int:
+        return self.fixed + self.per_sample * batch
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by what they are for."""
+
+    states: int
+    kept: int
+    """Models from before the last communication, where a run keeps them."""
+    data: int
+    per_client: int
+    """In training: activations of a batch, a copy of the model to step, gradient, momentum."""
+    chunk: int
+    """Clients that are in training at once."""
+
+    @property
+    def total(self) -> int:
+        return self.states + self.kept + self.data + self.per_client * self.chunk
+
+
+def predict(
+    task: Task,
+    data: FederatedData,
+    method: Method,
+    training: Training,
+    settings: RunSettings,
+    clients: int | None = None,
+) -> Footprint:
+    """What a run of this needs on the device it computes on; for fewer `clients` if given."""
+    count = data.clients if clients is None else clients
+    share = count / data.clients
+    size = torch.empty((), dtype=settings.dtype).element_size()
+    model = (task.shared_layout.size + task.personal_layout.size) * size
+    batch = int(data.train.sizes.max())
+    batch = batch if training.batch_size is None else min(batch, training.batch_size)
+    copies = 2 + {"sgd": int(bool(training.momentum)), "adam": 2, "adamw": 2}[training.optimizer]
+    per_client = counted(task, data, settings.dtype).of(batch) + copies * model
+    return Footprint(
+        states=count * _state_bytes(task, data, method, settings),
+        kept=count * model if settings.keep_local else 0,
+        data=int(share * (_bytes(data.train) + _bytes(data.test))),
+        per_client=per_client,
+        chunk=min(count, _chunk(task, settings)),
+    )
+
+
+def room_for(footprint: Footprint, free: int) -> int:
+    """How many clients can be computed together beside everything else in so much memory."""
+    beside = footprint.states + footprint.kept + footprint.data
+    return max(1, min(WIDEST, int((SPARE * free - beside) // max(1, footprint.per_client))))
+
+
+def counted(task: Task, data: FederatedData, dtype: torch.dtype) -> Activations:
+    """By a gradient on two samples and one on four."""
+    two, four = (saved_bytes(task, _inputs(data, n, dtype), dtype) for n in (2, 4))
+    per_sample = max(0, four - two) // 2
+    return Activations(max(0, two - 2 * per_sample), per_sample)
+
+
+def saved_bytes(task: Task, x: Tensor, dtype: torch.dtype) -> int:
+    """What one client's forward pass keeps for its gradient: every piece of memory once."""
+    program = Program.of(task, dtype, torch.device("cpu"))
+    point = Point(*(part.to(dtype) for part in task.initial(0)))
+    named = {name: leaf.requires_grad_() for name, leaf in program.named(point).items()}
+    own = {leaf.untyped_storage().data_ptr() for leaf in (point.shared, point.personal)}
+    own |= {leaf.untyped_storage().data_ptr() for leaf in program.module.buffers()}
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = program.call(named, x, features=False).outputs
+    kept = sum(found.values())
+    del outputs  # until here it keeps everything alive, so that no address is used twice
+    return kept
+
+
+def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tensor:
+    x: Tensor = data.train.x[:1].expand(count, *data.train.x.shape[1:])
+    x = x if data.prepare is None else data.prepare(x)
+    return x.to(dtype) if x.is_floating_point() else x.clone()
+
+
+def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> int:
+    """Of one client, with its messages in flight."""
+    point = Point(*(part.to(settings.dtype) for part in task.initial(settings.seed)))
+    program = Program.of(task, settings.dtype, torch.device("cpu"))
+    with torch.no_grad():
+        seen = program.call(
+            program.named(point), _inputs(data, 1, settings.dtype), program.head is not None
+        )
+    shapes = (tuple(part.shape[1:]) for part in (seen.features, seen.outputs))
+    state = method.init(task, Start(point, point, 1, np.random.default_rng(0), *shapes))
+    own = sum(leaf.nbytes for leaf in state)
+    message = sum(leaf.nbytes for leaf in method.message(state).values()) if method.delay else 0
+    return int(own + method.delay * message)
+
+
+def _bytes(split: Split) -> int:
+    return int(split.x.nbytes + split.y.nbytes)
+
+
+def _chunk(task: Task, settings: RunSettings) -> int:
+    """Clients that keep activations at the same time, as far as it is known before the run."""
+    one_by_one = settings.executor == "sequential" or (
+        settings.executor == "auto"
+        and is_convolutional(task)
+        and torch.device(settings.device).type == "cpu"
+    )
+    return min(MOST, settings.threads or MOST) if one_by_one else WIDEST

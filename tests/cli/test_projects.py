@@ -1,0 +1,137 @@
+"""A first project, configurations by name, models out of a run, more rounds, the wheel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from quiverfl.cli.main import app
+from quiverfl.config import load_config
+from quiverfl.data.sources import load_dataset
+from quiverfl.experiment import Experiment
+from quiverfl.models import make_model
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["--set", "run.rounds=3", "--set", "data.clients=5", "--set", "topology.neighbors=2"]
+SHORT += ["--set", "topology.sampled=2", "--set", "model.hidden=[8]"]
+
+
+def quiver(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+def command(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "quiverfl.cli.main", *words]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False, **options)
+
+
+def test_a_first_project_runs_and_is_not_overwritten(tmp_path: Path) -> None:
+    made = command("init", "first", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert "quiver compare run.toml --methods local,dfedpgp,my_method:MyMethod" in made.stdout
+    done = command(
+        "compare", "run.toml", "--methods", "local,dfedpgp,my_method:MyMethod",
+        "--set", "run.rounds=8", "-q", cwd=tmp_path / "first",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "My method" in done.stdout
+    summary = json.loads((tmp_path / "first/runs/run-comparison/dfedpgp/summary.json").read_text())
+    assert summary["stages"]["mixed"]["last"]["mean"] > 0.8  # there is something to learn
+    again = command("init", "first", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "run.toml is there already" in again.stderr
+
+
+def test_a_configuration_that_comes_with_the_package_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("quickstart")) == load_config(ROOT / "configs" / "quickstart.toml")
+    result = quiver("run", "quickstar")
+    assert "did you mean 'quickstart'" in str(result.exception)
+    assert "no such configuration file" in str(quiver("run", "quickstar.toml").exception)
+
+
+@pytest.mark.parametrize("stage", ["mixed", "local"])
+def test_an_exported_model_is_the_clients_own(tmp_path: Path, stage: str) -> None:
+    folder = str(tmp_path / "run")
+    assert quiver("run", "quickstart", *SHORT, "--out", folder, "-q").exit_code == 0
+    out = tmp_path / "model.safetensors"
+    told = quiver("export", folder, "--client", "3", "--stage", stage, "--out", str(out))
+    assert told.exit_code == 0, told.output
+    described = json.loads(out.with_suffix(".json").read_text())
+    assert described["of"] == {"client": 3, "stage": stage, "rounds": 3}
+    assert described["classes"] == [str(digit) for digit in range(10)]
+    run = Experiment.of(load_config(Path("quickstart"), SHORT[1::2])).simulation.run()
+    kept: Any = run.personal(3, stage=stage)  # type: ignore[arg-type]
+    loaded = make_model("mlp", tuple(described["input_shape"]), 10, hidden=(8,))
+    loaded.load_state_dict(load_file(out))
+    data = load_dataset("digits")
+    x = torch.from_numpy(data.test_x[:5])
+    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    mean, std = (torch.tensor(described[name]).view(shape) for name in ("mean", "std"))
+    expected = loaded((x / described["scale"] - mean) / std)
+    torch.testing.assert_close(kept(x), expected, rtol=0, atol=1e-5)
+    assert "make_model('mlp'" in told.output
+
+
+def test_exports_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    quiver("run", "quickstart", *SHORT, "--set", "run.keep_local=false", "--out", folder, "-q")
+    for words, reason in [
+        (["--client", "9"], "there are 5 clients, 0 … 4"),
+        (["--stage", "local"], "were not kept"),
+    ]:
+        assert reason in str(quiver("export", folder, *words).exception)
+    assert "not a run folder" in str(quiver("export", str(tmp_path)).exception)
+
+
+def test_an_extended_run_is_the_longer_run(tmp_path: Path) -> None:
+    short, long = tmp_path / "short", tmp_path / "long"
+    assert quiver("run", "quickstart", *SHORT, "--out", str(short), "-q").exit_code == 0
+    assert quiver("extend", str(short), "--rounds", "6", "-q").exit_code == 0
+    longer = [*SHORT, "--set", "run.rounds=6"]
+    assert quiver("run", "quickstart", *longer, "--out", str(long), "-q").exit_code == 0
+    assert (short / "history.jsonl").read_bytes() == (long / "history.jsonl").read_bytes()
+    final = "checkpoints/round-000006.safetensors"
+    assert (short / final).read_bytes() == (long / final).read_bytes()
+    written = json.loads((short / "config.json").read_text())
+    assert written["extended"] == [3]
+    assert written["identity"] == json.loads((long / "config.json").read_text())["identity"]
+    refused = quiver("extend", str(short), "--rounds", "6", "-q")
+    assert "has 6 rounds; give more" in str(refused.exception)
+
+
+def test_the_wheel_works_outside_of_the_clone(tmp_path: Path) -> None:
+    """Built and installed into a folder of its own, with nothing of the source tree in sight."""
+    wheels, place = tmp_path / "wheels", tmp_path / "place"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(ROOT)]
+    made = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-2000:]
+    (wheel,) = wheels.glob("quiverfl-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(place), str(wheel)], check=True)
+    env = {"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    where = subprocess.run(
+        [sys.executable, "-c", "import quiverfl; print(quiverfl.__file__)"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert where.stdout.startswith(str(place))
+    assert (place / "quiverfl" / "py.typed").exists()
+    compared = command(
+        "compare", "quickstart", "--methods", "local,dfedpgp", "--set", "run.rounds=1", "-q",
+        cwd=tmp_path, env=env,
+    )  # fmt: skip
+    assert compared.returncode == 0, compared.stderr
+    assert "DFedPGP" in compared.stdout
+    planned = command("reproduce", "table1", "--scale", "tiny", "--dry-run", cwd=tmp_path, env=env)
+    assert planned.returncode == 0, planned.stderr
+    assert command("init", "new", cwd=tmp_path, env=env).returncode == 0

@@ -1,0 +1,98 @@
+"""Law 12 on ranks: many processes find the numbers of one, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import quiverfl as qv
+import rank_cases as tried
+from quiverfl.engine.mixing import mix
+from small import CLIENTS, TRAINING, tiny_data, tiny_task
+
+NAMES = [f"{method}-{graphs(6).name}" for method, graphs in tried.CASES]
+TIMES = ("seconds", "train_seconds", "evaluate_seconds", "mix_seconds")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks found; they are started once."""
+    folder = tmp_path_factory.mktemp("pair")
+    return tried.on_ranks(2, ["methods", "mixed", "refused"], folder)
+
+
+def assert_same(parts: list[dict[str, Any]], method: Any, graphs: Any, *how: str) -> None:
+    """States, kept models, every evaluation and every record but the seconds."""
+    whole = qv.simulate(
+        tiny_task(),
+        tiny_data(),
+        method=method,
+        topology=graphs(CLIENTS),
+        training=TRAINING,
+        settings=tried.settings(method, *how),
+    )
+    states = [torch.cat(leaves) for leaves in zip(*(p["state"] for p in parts), strict=True)]
+    for name, one, other in zip(
+        whole._shard.state._fields, whole._shard.state, states, strict=True
+    ):
+        assert torch.equal(one, other), name
+    kept = {client: point for part in parts for client, point in part["local"].items()}
+    assert kept.keys() == whole._shard.local.points.keys()
+    for client, point in whole._shard.local.points.items():
+        assert all(torch.equal(a, b) for a, b in zip(point, kept[client], strict=True))
+    for part in parts:
+        for one, other in zip(whole._history.evaluations, part["evaluations"], strict=True):
+            assert one[:2] == other[:2]
+            assert one[2].keys() == other[2].keys()
+            assert all(np.array_equal(one[2][key], other[2][key]) for key in one[2])
+        for one, other in zip(whole._history.records, part["records"], strict=True):
+            assert {k: v for k, v in one.items() if k not in TIMES} == {
+                k: v for k, v in other.items() if k not in TIMES
+            }
+
+
+@pytest.mark.parametrize("case", range(len(tried.CASES)), ids=NAMES)
+def test_two_ranks_find_the_numbers_of_one_process(pair: dict[str, list[Any]], case: int) -> None:
+    """With ragged data and unequal epochs; some graphs have clients that are away, or a delay."""
+    assert_same([found[case] for found in pair["methods"]], *tried.CASES[case])
+
+
+def same_mixing(found: list[dict[str, torch.Tensor]]) -> None:
+    for name, graph in ((name, make()) for name, make in tried.GRAPHS.items()):
+        for leaf, shape in tried.LEAVES.items():
+            for dtype in (torch.float32, torch.float64):
+                expected = mix(graph, tried.message(shape, dtype))
+                key = f"{name} {leaf} {dtype}"
+                assert torch.equal(expected, torch.cat([part[key] for part in found])), key
+
+
+def test_mixing_is_that_of_one_process(pair: dict[str, list[Any]]) -> None:
+    same_mixing(pair["mixed"])
+
+
+def test_a_checkpoint_that_cannot_be_written_is_refused_on_every_rank(
+    pair: dict[str, list[Any]],
+) -> None:
+    first, second = pair["refused"]
+    assert "File exists" in first
+    assert "File exists" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    """Every method on its graphs and on a ring, both executors."""
+    found = tried.on_ranks(ranks, ["methods", "rings", "sequential", "single", "mixed"], tmp_path)
+    same_mixing(found["mixed"])
+    for work, cases, how in (
+        ("methods", tried.CASES, ()),
+        ("rings", tried.RINGS, ()),
+        ("sequential", tried.CASES, ("sequential",)),
+        ("single", tried.CASES, ("sequential", "float32")),
+    ):
+        for place, case in enumerate(cases):
+            assert_same([part[place] for part in found[work]], *case, *how)

@@ -1,0 +1,170 @@
+"""Who gets the model, what it costs the peer that gives it, and whom a newcomer believes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import psutil
+import pytest
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer import wire
+from quiverfl.peer.agreement import Agreement
+from quiverfl.peer.identity import Identity
+from quiverfl.peer.joining import join_store
+from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.manifest import Manifest
+from quiverfl.peer.roster import ROSTER, Roster
+from quiverfl.peer.sender import open_channel
+from quiverfl.peer.wire import SERVICE, Join, Model, Order
+
+from .swarm import Options, Quadratic, Swarm, make_folders
+from .test_fairness import greeted
+from .test_refusals import SIZE, address, running
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return make_folders(tmp_path, 3)
+
+
+def pull(folder: Path, agreed: Agreement, token: str, channel: Any, **changes: Any) -> Any:
+    join = Join(
+        **{
+            "agreement": agreed.hash,
+            "sender": folder.name,
+            "receiver": "peer-0",
+            "incarnation": token,
+            "nonce": "0" * 64,
+            **changes,
+        }
+    )
+    return channel.unary_stream(f"/{SERVICE}/Pull")(wire.encode(join), wait_for_ready=True)
+
+
+async def refusal(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    return str(caught.value.details())
+
+
+def test_only_who_may_join_gets_the_model(folders: list[Path]) -> None:
+    async def scenario() -> None:
+        async with running(folders[0]) as node:
+            caller = await greeted(folders[0], node)  # peer-1, on store 1111…
+            channel, old, new = caller.channel, "1" * 16, "2" * 16
+
+            def ask(token: str, **changes: Any) -> Any:
+                return pull(folders[1], node.agreement, token, channel, **changes)
+
+            assert "in the run already" in await refusal(ask(old))
+            assert "in the run already" in await refusal(ask(new))
+            assert "another run" in await refusal(ask(new, agreement="0" * 64))
+            handler = node._service()._handler
+            await handler.obey(Order(action="evict", peer="peer-1"))
+            assert "old store stays outside" in await refusal(ask(old))
+            assert "in another's name" in await refusal(ask(new, sender="peer-2"))
+            header = wire.decode(Model, await ask(new).read())  # it comes back with a new store
+            assert header.nbytes == 4 * SIZE
+            await handler.obey(Order(action="evict", peer="peer-1", ban=True))
+            for token in (old, new, "3" * 16):
+                assert "was banned" in await refusal(ask(token))
+            assert "was banned" in (await caller.hello(incarnation=new)).refusal
+            await channel.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_believes_the_key_in_its_roster(folders: list[Path]) -> None:
+    """A member with a certificate of the authority, but not the key the roster has."""
+
+    async def scenario() -> None:
+        async with running(folders[0]) as node:
+            learner = Quadratic(1, SIZE)
+            agreement = replace(node.agreement, name="peer-1")
+            roster = Roster.read(folders[1] / ROSTER)
+            others = tuple(m for m in roster.members if m.name != "peer-2")
+            forged = tuple(
+                replace(m, keys=("f" * 64,)) if m.name == "peer-0" else m for m in others
+            )
+            with pytest.raises(QuiverError, match="key of 'peer-0' is not the one in the roster"):
+                await join_store(
+                    folders[1] / "store",
+                    learner,
+                    agreement,
+                    replace(roster, members=forged),
+                    folders[1],
+                )
+            assert not (folders[1] / "store").exists()
+            store = await join_store(
+                folders[1] / "store",
+                learner,
+                agreement,
+                replace(roster, members=others),
+                folders[1],
+            )
+            assert store.accounts().units == UNIT
+            mine = node.transactions.memory.message["u"] / np.float32(node.transactions.mass)
+            assert np.array_equal(store.memory().message["u"], mine)
+            store.close()
+
+    asyncio.run(scenario())
+
+
+def test_many_pulls_cost_no_memory_and_one_file(tmp_path: Path) -> None:
+    """Newcomers that ask and do not read; the peer goes on answering its owner."""
+    size = 4_000_000
+    swarm = Swarm(tmp_path, 5, Options(size=size, neighbours=1, rounds=0, linger=300.0))
+    swarm.start("peer-0")
+    agreement = Agreement(
+        "test", "peer-0", "c" * 64, Manifest.of({"u": np.zeros(size, dtype=np.float32)})
+    )
+    process = psutil.Process(swarm.processes["peer-0"].pid)
+
+    async def scenario() -> None:
+        folder = swarm.folders["peer-0"]
+        channels = {
+            name: open_channel(address(folder), "peer-0", Identity.read(swarm.folders[name]))
+            for name in swarm.folders
+        }
+        await _served(pull(swarm.folders["peer-1"], agreement, "1" * 16, channels["peer-1"]))
+        before = process.memory_info().rss
+        calls = [
+            pull(swarm.folders[name], agreement, f"{n:016x}", channels[name])
+            for n in range(10)
+            for name in list(swarm.folders)[1:]
+        ]
+        await asyncio.sleep(2.0)
+        assert len(list((folder / "store").glob("offer-*"))) == 1
+        assert process.memory_info().rss - before < 4 * size  # less than one model
+        began = time.monotonic()
+        status = channels["peer-0"].unary_unary(f"/{SERVICE}/Order")
+        await status(wire.encode(Order(action="status")), timeout=5)
+        assert time.monotonic() - began < 1.0
+        for call in calls:
+            call.cancel()
+        await _served(pull(swarm.folders["peer-2"], agreement, "2" * 16, channels["peer-2"]))
+        for channel in channels.values():
+            await channel.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        swarm.close()
+
+
+async def _served(call: Any) -> None:
+    """The whole model comes, once the peer has started."""
+    async with asyncio.timeout(60):
+        header = wire.decode(Model, await call.read())
+        assembly = wire.Assembly(header.nbytes, header.digest)
+        while not assembly.complete:
+            assembly.add(await call.read())
+        assembly.payload()

@@ -1,0 +1,164 @@
+"""Cases that are tried on several ranks, and the processes that try them.
+
+As a script: one rank. It runs every case it is asked for and leaves what it found in a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import quiverfl as qv
+from quiverfl.distributed.columns import Columns
+from quiverfl.distributed.placement import Placement
+from quiverfl.distributed.rank_checkpoint import GatheredCheckpoints
+from quiverfl.distributed.rank_simulation import RankSimulation, federation_of
+from quiverfl.distributed.ranks import RankFailed, Ranks
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.exchange import MatrixExchange
+from quiverfl.engine.settings import RunSettings
+from quiverfl.methods.contract import Interleaved, Train
+from quiverfl.topologies.graph import Graph
+from small import CLIENTS, METHODS, TRAINING, tiny_data, tiny_task
+
+RING = lambda m: qv.ring(clients=m)  # noqa: E731
+CASES = [(method, graphs) for method, choices in METHODS for graphs in choices]
+RINGS = [(method, RING) for method, _ in METHODS]
+EPOCHS = (1, 2, 3, 1, 2, 3)
+
+
+def counts_epochs(method: Any) -> bool:
+    phases = method.phases(tiny_task())
+    return any(isinstance(p, Train | Interleaved) and p.epochs is not None for p in phases)
+
+
+def settings(method: Any, executor: str = "vectorized", dtype: str = "float64") -> RunSettings:
+    return RunSettings(
+        rounds=3,
+        dtype=getattr(torch, dtype),
+        threads=1,
+        executor=executor,
+        epochs_per_client=EPOCHS if counts_epochs(method) else None,
+        gradients=method.name == "dfedpgp",
+    )
+
+
+def simulation(ranks: Ranks, method: Any, topology: Any, chosen: RunSettings) -> RankSimulation:
+    data = tiny_data()
+    federation = federation_of(data.train.sizes, data.test.sizes, chosen, ranks.size)
+    here = data.only(federation.placement.on(ranks.rank))
+    return RankSimulation(ranks, federation, tiny_task(), here, method, topology, TRAINING, chosen)
+
+
+def played(ranks: Ranks, method: Any, graphs: Any, *how: str) -> dict[str, Any]:
+    run = simulation(ranks, method, graphs(CLIENTS), settings(method, *how)).run()
+    kept = {int(run._shard.ids[row]): p for row, p in run._shard.local.points.items()}
+    return {
+        "state": [leaf.clone() for leaf in run._shard.state],
+        "local": {client: tuple(point) for client, point in kept.items()},
+        "evaluations": run._history.evaluations,
+        "records": run._history.records,
+    }
+
+
+LEAVES = {"wide": (1000,), "chunks": (30_000,), "scalar": (), "matrix": (7, 9), "narrow": (3,)}
+GRAPHS: dict[str, Callable[[], Graph]] = {
+    "push": lambda: qv.random_push(clients=13, neighbors=2, seed=0)(0),
+    "dense": lambda: qv.random_push(clients=13, neighbors=9, seed=0)(0),
+    "star": lambda: qv.star(clients=13, sampled=3, seed=0)(0),
+    "lone": lambda: qv.star(clients=13, sampled=1, seed=0)(0),
+    "full": lambda: qv.full(clients=13)(0),
+}
+
+
+def message(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    random = np.random.default_rng(len(shape) + sum(shape))
+    return torch.from_numpy(random.normal(size=(13, *shape))).to(dtype)
+
+
+def mixed(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """What this rank's clients receive, for every graph, shape and type."""
+    placement = Placement.balanced(np.arange(1, 14), ranks.size)
+    columns, found = Columns(ranks, placement), {}
+    for name, graph in ((name, make()) for name, make in GRAPHS.items()):
+        here = placement.on(ranks.rank)
+        rows = here[np.isin(here, graph.senders)] if graph.one_row else here
+        for leaf, shape in LEAVES.items():
+            for dtype in (torch.float32, torch.float64):
+                own = message(shape, dtype)[torch.from_numpy(rows)]
+                found[f"{name} {leaf} {dtype}"] = columns.mix(graph, own).clone()
+    return found
+
+
+def refused(ranks: Ranks, folder: Path) -> str:
+    """A checkpoint that rank 0 cannot write: both ranks learn it, and neither waits."""
+    chosen = settings(qv.DFedPGP())
+    made = simulation(ranks, qv.DFedPGP(), qv.random_push(clients=CLIENTS, neighbors=2), chosen)
+    shard = made._shard()
+    taken = Checkpoint.take(1, shard, MatrixExchange(), qv.engine.history.History())
+    checkpoints = GatheredCheckpoints(ranks, made.placement)
+    file = folder / "a-file"
+    file.touch()
+    try:
+        ranks.together(lambda: checkpoints.save(taken, file if ranks.rank == 0 else None))
+    except (RankFailed, OSError) as error:
+        return str(error)
+    return ""
+
+
+WORK: dict[str, Callable[[Ranks, Path], Any]] = {
+    "methods": lambda ranks, _: [played(ranks, *case) for case in CASES],
+    "rings": lambda ranks, _: [played(ranks, *case) for case in RINGS],
+    "sequential": lambda ranks, _: [played(ranks, *case, "sequential") for case in CASES],
+    "single": lambda ranks, _: [played(ranks, *case, "sequential", "float32") for case in CASES],
+    "mixed": lambda ranks, _: mixed(ranks),
+    "refused": refused,
+}
+
+
+def on_ranks(count: int, works: list[str], folder: Path) -> dict[str, list[Any]]:
+    """By name of the work, what every rank found."""
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    crew = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), *works],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "QUIVER_RANK_STORE": str(folder / "store"),
+                "QUIVER_RANK_TIMEOUT": "120",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(count)
+    ]
+    try:
+        assert [process.wait(timeout=900) for process in crew] == [0] * count
+    finally:
+        for process in crew:
+            process.kill()
+    return {
+        work: [torch.load(folder / f"{work}-{r}.pt", weights_only=False) for r in range(count)]
+        for work in works
+    }
+
+
+def main(folder: Path, works: list[str]) -> None:
+    torch.set_num_threads(1)
+    with Ranks.joined() as ranks:
+        for work in works:
+            torch.save(WORK[work](ranks, folder), folder / f"{work}-{ranks.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
