@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("clients", type=int)
     clients = parser.parse_args().clients
     keep_freed_memory()
-    _play(30)  # what the first round loads is there whatever the number of clients
+    _play(150)  # what is loaded and computed at once, whatever the number of clients
     before = peak()
     needed = _play(clients)
     print(json.dumps({"grown": peak() - before, **needed}))
