@@ -97,7 +97,7 @@ def test_names_are_looked_up_and_slips_are_named() -> None:
     assert list(find_metrics("f1", "bce")) == ["f1"]
     with pytest.raises(qv.QuiverError, match=r"unknown loss 'bcee'; did you mean 'bce'"):
         find_loss("bcee")
-    with pytest.raises(qv.QuiverError, match=r"unknown metric 'f2'; did you mean 'f1'"):
+    with pytest.raises(qv.QuiverError, match=r"unknown metric 'f2'; .*accuracy, auroc, f1"):
         qv.Task(lambda: nn.Linear(2, 2), personal=(), metrics=["f2"])
     with pytest.raises(qv.QuiverError, match="loss = 3: give a name"):
         qv.Task(lambda: nn.Linear(2, 2), personal=(), loss=3)
@@ -179,7 +179,7 @@ def test_ones_own_metric_from_sums() -> None:
     ("task", "words"),
     [
         ({"loss": nn.MSELoss()}, r"loss gives \(\) for 2 samples; .*one number per sample"),
-        ({"loss": "cross_entropy"}, "the loss cannot be computed from outputs of shape"),
+        ({"loss": "cross_entropy"}, "for regression give loss='mse'"),
         (
             {"loss": "mse", "metrics": ["f1", "perplexity"]},
             "metric 'perplexity' cannot be computed",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import quiverfl as qv
+from quiverfl.engine.footprint import predict
 from quiverfl.errors import QuiverWarning
 
 SIZES = (5, 9, 7, 6)
@@ -350,7 +351,10 @@ A = np.zeros((3, 2))
         ([({"a": A}, np.zeros(3)), ({"b": A}, np.zeros(3))], r"client 1: inputs \['b'\], other"),
         ([({"a": A}, np.zeros(3)), ({"a": A[:, :1]}, np.zeros(3))], r"inputs 'a' of shape \(1,\)"),
         ([(A, {"y": np.full(3, np.nan)})], "targets 'y' hold NaN"),
-        ([({"a": ["x", "y", "z"]}, np.zeros(3))], "client 0: a list is no array"),
+        (
+            [({"a": ["x", "y", "z"]}, np.zeros(3))],
+            r"client 0: text or objects \(str\)",
+        ),
         ([(A,)], "give a pair"),
         ([({}, {})], "no inputs and no targets"),
     ],
@@ -366,3 +370,12 @@ def test_a_client_without_test_samples_may_come_with_any_shape() -> None:
     data = qv.FederatedData.from_arrays([full, full], [(np.zeros(0), np.zeros(0)), full])
     assert data.test.sizes.tolist() == [0, 3]
     assert data.test.x["input_ids"].shape == (3, PLACES)
+
+
+def test_the_memory_of_trees_is_counted() -> None:
+    random = np.random.default_rng(0)
+    data = qv.FederatedData.from_arrays([padded(random, 5)] * 2, [padded(random, 4)] * 2)
+    task, settings = qv.Task(Transformer), qv.RunSettings(rounds=1)
+    needed = predict(task, data, qv.DFedPGP(), qv.Training(batch_size=4), settings)
+    assert needed.data == 2 * (5 + 4) * (2 * PLACES + 1) * 8
+    assert needed.per_client > 0

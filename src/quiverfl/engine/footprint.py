@@ -19,7 +19,7 @@ from quiverfl.engine.workers import MOST
 from quiverfl.methods.contract import Method, Start
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
-from quiverfl.trees import Tree, leaves, mapped
+from quiverfl.trees import Tree, first_leaf, leaves, mapped
 
 OVERHEAD = 600 << 20
 """Of Python, torch and what is loaded with them: 420 MB were measured, results and all."""
@@ -133,7 +133,7 @@ def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunS
         seen = program.call(
             program.named(point), _inputs(data, 1, settings.dtype), program.head is not None
         )
-    shapes = (tuple(part.shape[1:]) for part in (seen.features, seen.outputs))
+    shapes = (tuple(part.shape[1:]) for part in (seen.features, first_leaf(seen.outputs)))
     state = method.init(task, Start(point, point, 1, np.random.default_rng(0), *shapes))
     own = sum(leaf.nbytes for leaf in state)
     message = sum(leaf.nbytes for leaf in method.message(state).values()) if method.delay else 0

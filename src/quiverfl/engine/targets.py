@@ -28,7 +28,8 @@ def _check_labels(y: Tensor, outputs: Tensor) -> None:
             )
         raise QuiverError(
             f"targets of shape {shape} and the default loss, cross-entropy: it takes class "
-            "numbers. For several labels or numbers give Task(loss=…), one number per sample."
+            "numbers. Several labels take loss='bce', several numbers loss='mse', next tokens "
+            "loss='next_token' (Task(loss=…) or [task])."
         )
     if y.ndim == 2 and y.shape[1] == 1:
         raise QuiverError("the labels have shape (n, 1): give a flat array, y.reshape(-1).")
@@ -40,6 +41,6 @@ def _check_labels(y: Tensor, outputs: Tensor) -> None:
             )
         raise QuiverError(
             "the targets are numbers, not classes, and the default loss is cross-entropy: for "
-            "regression give Task(loss=…, metrics={}) with a loss that gives one number per "
-            "sample, such as lambda outputs, y: (outputs.squeeze(-1) - y) ** 2."
+            "regression give loss='mse' (Task(loss='mse') or [task]), or a loss of your own that "
+            "gives one number per sample."
         )
