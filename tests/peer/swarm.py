@@ -76,7 +76,8 @@ class Options:
 
     size: int = 1000
     rounds: int = 1_000_000
-    neighbours: int = 2
+    neighbours: int = 2  # of random_push
+    ring: bool = False  # everybody gives to the next one, instead of random_push
     mode: Literal["sync", "async"] = "async"
     seconds: float = 0.01
     rate: float = 0.3
@@ -120,7 +121,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     from quiverfl.peer.node import Node
     from quiverfl.peer.peer_settings import Settings
     from quiverfl.peer.store import NoStore, Store
-    from quiverfl.topologies import random_push
+    from quiverfl.topologies import directed_ring, random_push
 
     name = folder.name
     roster = Roster.read(folder / ROSTER)
@@ -144,7 +145,10 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     def record(line: dict[str, Any]) -> None:
         lines.write(json.dumps({**line, "at": time.time()}) + "\n")
 
-    topology = random_push(clients=len(roster.members), neighbors=options.neighbours, seed=7)
+    clients = len(roster.members)
+    topology = random_push(clients=clients, neighbors=options.neighbours, seed=7)
+    if options.ring:
+        topology = directed_ring(clients)
     limits = Limits(**{"retry_cap": 2.0, **options.limits})
     node = Node(
         learner, topology, store, folder, agreement, settings, limits, record=record, trace=trace
