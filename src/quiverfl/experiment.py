@@ -18,7 +18,6 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
-from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
@@ -126,6 +125,7 @@ class Experiment(Shown):
             self.topology,
             self.config.training.training(),
             settings_of(self.config, self.data.clients),
+            self.config.transforms(),
         )
 
 
@@ -208,7 +208,7 @@ def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
         simulation.training,
         simulation.settings,
     )
-    exchange = MatrixExchange(simulation.method.delay)
+    exchange = simulation.exchange()
     checkpoint.apply(shard, exchange)
     return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)
 
