@@ -116,7 +116,7 @@ class Receiver:
         self._trace("after ack")
 
     def _unacceptable(self, sender: str, a: Announcement) -> Reply | None:
-        """Reasons that need neither the body nor the books."""
+        """Reasons that need neither the body nor the accounts."""
         link = self._transactions.accounts.link(sender)
         if a.sender != sender:
             return Reply(word="denied", reason=f"impostor: {sender} announced as {a.sender}")
