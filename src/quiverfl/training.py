@@ -68,7 +68,7 @@ class Training:
             raise QuiverError("training.nesterov needs a training.momentum above 0.")
         betas = tuple(self.betas)
         if len(betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
-            raise QuiverError(f"training.betas = {self.betas!r}: two numbers in [0, 1).")
+            raise QuiverError(f"training.betas = {self.betas!r}: give two numbers in [0, 1).")
         object.__setattr__(self, "betas", betas)
 
     def at_personal_rate(self) -> Training:

@@ -228,8 +228,8 @@ def _check_like(where: str, what: str, tree: Tree, first: Tree) -> None:
     mine, theirs = dict(leaves(tree)), dict(leaves(first))
     if list(mine) != list(theirs):
         raise QuiverError(
-            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: the same, in the "
-            "same order."
+            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: give the same, in "
+            "the same order."
         )
     for path, leaf in mine.items():
         if leaf.shape[1:] != theirs[path].shape[1:]:

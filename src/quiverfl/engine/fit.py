@@ -55,7 +55,7 @@ def check_fit(
     epochs = settings.epochs_per_client
     if epochs is not None and len(epochs) != clients:
         raise QuiverError(
-            f"epochs_per_client has {len(epochs)} entries for {clients} clients: one each."
+            f"epochs_per_client has {len(epochs)} entries for {clients} clients: give one each."
         )
     check_phases(method, method.phases(task), epochs is not None)
     for phase in method.phases(task):

@@ -170,7 +170,8 @@ def audit(
     by_name = {statement.name: statement for statement in given}
     if len({statement.agreement for statement in given}) > 1:
         raise QuiverError(
-            "these stores are not of one run: their peers had another configuration or model."
+            "these stores are not of the same run: their peers had different configurations or "
+            "models."
         )
     if len(by_name) < len(given):
         raise QuiverError("a peer's store was given twice: give that of every peer once.")

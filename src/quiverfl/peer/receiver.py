@@ -292,7 +292,7 @@ async def _in_time(
         done, _ = await asyncio.wait({reading}, timeout=min(seconds, 0.25))
         if done:
             return reading.result()
-    raise WireError("slow", "too slow: the bytes come at a pace that nobody can wait for.")
+    raise WireError("slow", "too slow: the bytes arrive below the rate that a sender must keep up.")
 
 
 def _announced(a: Announcement) -> Transfer:
