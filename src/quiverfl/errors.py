@@ -20,7 +20,7 @@ class CannotWrite(QuiverError):
 
 
 class Stopped(QuiverError):
-    """Asked to stop, after so many complete rounds; everything up to there is in a checkpoint."""
+    """Asked to stop, after this many complete rounds; everything up to there is in a checkpoint."""
 
     def __init__(self, rounds: int) -> None:
         super().__init__(f"stopped after round {rounds}.")
@@ -36,7 +36,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class CallbackFailed(QuiverError):
-    """A callback of one's own raised; `run` has what there was."""
+    """A callback of your own raised; `run` has what there was."""
 
     run: Any = None
 

@@ -149,7 +149,7 @@ def notes_of(groups: Sequence[Group]) -> list[str]:
             for run in group.left_out
         ]
     if len(groups) > 1 and all(len(group.runs) == 1 for group in groups):
-        notes.append("One seed each: small differences may be chance. Several seeds would tell.")
+        notes.append("One seed each: small differences may be chance; run several seeds.")
     return notes
 
 

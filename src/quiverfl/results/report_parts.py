@@ -22,7 +22,7 @@ from quiverfl.results.table_formats import Table
 
 TEXT_NOT_EMOJI = "\ufe0e"
 LONG_LABEL = 24
-"""From so many letters on a table may break the name of an experiment."""
+"""Names of experiments longer than this may be broken over two lines in tables."""
 
 
 def section(name: str, title: str, *content: str) -> Markup:
@@ -34,7 +34,7 @@ def lead(text: str) -> Markup:
 
 
 def missing(text: str) -> Markup:
-    """What the files do not say is said, not passed over."""
+    """A note about what the files do not say."""
     return tag("p", text, class_="missing")
 
 
