@@ -64,7 +64,7 @@ def test_two_ranks_find_the_numbers_of_one_process(pair: dict[str, list[Any]], c
     assert_same([found[case] for found in pair["methods"]], *tried.CASES[case])
 
 
-@pytest.mark.parametrize("case", range(len(tried.CODED)), ids=lambda case: str(tried.CODED[case]))
+@pytest.mark.parametrize("case", range(len(tried.CODED)), ids=[c[2].name for c in tried.CODED])
 def test_coded_messages_are_those_of_one_process(pair: dict[str, list[Any]], case: int) -> None:
     method, graphs, compression = tried.CODED[case]
     parts = [found[case] for found in pair["coded"]]
