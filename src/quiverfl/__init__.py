@@ -94,7 +94,15 @@ if TYPE_CHECKING:
         unreliable,
     )
     from quiverfl.training import Training
+    from quiverfl.transforms.adversary import (
+        AddNoise,
+        ForgedMass,
+        LabelFlip,
+        ScaledUpdate,
+        SignFlip,
+    )
     from quiverfl.transforms.compression import Quantize, RandomK, TopK
+    from quiverfl.transforms.robustness import Balance, NormBound, SelfCenteredClip
 
 __version__ = "0.2.0"
 
@@ -106,6 +114,8 @@ __all__ = [
     "OSGP",
     "SCAFFOLD",
     "TOPOLOGIES",
+    "AddNoise",
+    "Balance",
     "Callback",
     "CallbackFailed",
     "ClientState",
@@ -129,10 +139,12 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FederatedData",
+    "ForgedMass",
     "Fraction",
     "Graph",
     "Interleaved",
     "Interrupted",
+    "LabelFlip",
     "Local",
     "Lookahead",
     "Loss",
@@ -141,6 +153,7 @@ __all__ = [
     "Method",
     "Metric",
     "Moment",
+    "NormBound",
     "NotNegative",
     "Number",
     "Once",
@@ -157,8 +170,11 @@ __all__ = [
     "RunSettings",
     "SavedRun",
     "Scalar",
+    "ScaledUpdate",
     "Seen",
+    "SelfCenteredClip",
     "Shared",
+    "SignFlip",
     "Start",
     "Task",
     "TensorBoard",
@@ -283,6 +299,14 @@ _PLACES = {
     "Quantize": "quiverfl.transforms.compression",
     "RandomK": "quiverfl.transforms.compression",
     "TopK": "quiverfl.transforms.compression",
+    "AddNoise": "quiverfl.transforms.adversary",
+    "ForgedMass": "quiverfl.transforms.adversary",
+    "LabelFlip": "quiverfl.transforms.adversary",
+    "ScaledUpdate": "quiverfl.transforms.adversary",
+    "SignFlip": "quiverfl.transforms.adversary",
+    "Balance": "quiverfl.transforms.robustness",
+    "NormBound": "quiverfl.transforms.robustness",
+    "SelfCenteredClip": "quiverfl.transforms.robustness",
     "Dataset": "quiverfl.data.dataset",
     "load_dataset": "quiverfl.data.sources",
     "partition": "quiverfl.data.sharing",

@@ -24,7 +24,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.transformed import check_transforms, exchange_for
-from quiverfl.errors import Stopped
+from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -65,6 +65,11 @@ class RankSimulation:
             self.settings,
             self.placement.clients,
         )
+        if self.transforms.robustness is not None or self.transforms.adversary is not None:
+            raise QuiverError(
+                "[robustness] and [adversary] are for one process: a receiver compares models that "
+                "are on other ranks. Leave --ranks out, or the section."
+            )
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
@@ -83,9 +88,7 @@ class RankSimulation:
         with threads_for(self.task, clients, longest, self.training, settings):
             shard = ranks.together(self._shard)
             columns = Columns(ranks, self.placement)
-            exchange = exchange_for(
-                self.transforms, self.method, self.topology, settings, columns.mix, shard.ids
-            )
+            exchange = exchange_for(self.transforms, shard, self.topology, settings, columns.mix)
             checkpoints = GatheredCheckpoints(ranks, self.placement)
             history, start = History(), 0
             if ranks.any(resume is not None):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,9 @@ class CodedExchange:
             coded = name != self._mass
             size += self._compression.bytes_of(numbers, element) if coded else numbers * element
         return np.where(payload > 0, size, 0)
+
+    def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
+        return self._inner.traffic(graph, payload)
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         self._check(round, graph)

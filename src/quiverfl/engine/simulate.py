@@ -20,14 +20,16 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.transformed import check_transforms, exchange_for
+from quiverfl.engine.transformed import check_transforms, exchange_for, trained_on
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
+from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.compression import Compression
+from quiverfl.transforms.robustness import Robustness
 
 SMALL_WORK = 20_000_000
 """Products in a step of all clients together below which threads wait more than they work."""
@@ -52,8 +54,12 @@ class Simulation:
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
 
-    def exchange(self) -> Exchange:
-        return exchange_for(self.transforms, self.method, self.topology, self.settings)
+    def shard(self) -> Shard:
+        data = trained_on(self.transforms, self.data, self.settings.seed)
+        return Shard(self.task, data, self.method, self.training, self.settings)
+
+    def exchange(self, shard: Shard) -> Exchange:
+        return exchange_for(self.transforms, shard, self.topology, self.settings)
 
     def run(
         self,
@@ -68,8 +74,8 @@ class Simulation:
         settings = self.settings
         data = self.data
         with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
-            shard = Shard(self.task, self.data, self.method, self.training, settings)
-            exchange, history, start = self.exchange(), History(), 0
+            shard = self.shard()
+            exchange, history, start = self.exchange(shard), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)
                 history, start = resume.history.copy(), resume.round
@@ -106,6 +112,8 @@ def simulate(
     topology: Topology,
     training: Training,
     compression: Compression | None = None,
+    robustness: Robustness | None = None,
+    adversary: Adversary | None = None,
     settings: RunSettings | None = None,
     recorder: Recorder | None = None,
     resume: Checkpoint | None = None,
@@ -126,7 +134,8 @@ def simulate(
     `callbacks` are told what `recorder` is told, and may end the run (qv.EarlyStopping), which is
     then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
 
-    `compression` is what is sent in place of the messages (qv.Quantize(bits=4)).
+    `compression` is what is sent in place of the messages (qv.Quantize(bits=4)), `robustness`
+    which part of them is taken (qv.Balance()), `adversary` who forges them (qv.SignFlip()).
 
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
@@ -134,7 +143,7 @@ def simulate(
         settings = RunSettings.of(options)
     elif options:
         raise TypeError(f"give settings or {', '.join(options)}, not both")
-    transforms = Transforms(compression)
+    transforms = Transforms(compression, robustness, adversary)
     simulation = Simulation(task, data, method, topology, training, settings, transforms)
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))

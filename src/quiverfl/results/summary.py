@@ -11,7 +11,7 @@ Three figures describe the clients at one moment, each over the clients that hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -62,6 +62,22 @@ def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
         if len(values):
             stages[stage] = {report: _one(values, report, metric) for report in REPORTS}
     return {"metric": metric, "stages": stages, **costs(rounds)}
+
+
+def honest(history: pd.DataFrame, attackers: Sequence[int]) -> pd.DataFrame:
+    """Without the rows of clients that were made to attack."""
+    return history[~history["client"].isin(list(attackers))] if len(attackers) else history
+
+
+def summarize_attacked(
+    history: pd.DataFrame, rounds: pd.DataFrame, attackers: Sequence[int]
+) -> dict[str, Any]:
+    """The same over honest clients; the attackers' own figures stand apart."""
+    found = summarize(honest(history, attackers), rounds)
+    if not len(attackers):
+        return found
+    theirs = summarize(history[history["client"].isin(list(attackers))], rounds)["stages"]
+    return {**found, "attackers": {"clients": list(attackers), "stages": theirs}}
 
 
 def headline(history: pd.DataFrame) -> str:

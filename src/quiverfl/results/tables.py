@@ -86,6 +86,8 @@ def comparison_caption(
         several = sum(plain(group.method) == "local" for group in groups) > 1
         closest = " with the closest settings" if several else ""
         parts.append(f"The gap is to the same client under Local{closest}, averaged over clients.")
+    if any(run.attackers for group in groups for run in group.runs):
+        parts.append("Clients that were made to attack are in no mean.")
     if len(groups) > 1:
         parts.append("Best means are bold.")
     return " ".join([*parts, *untested(groups), *unfinished(groups)])
