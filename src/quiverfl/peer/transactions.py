@@ -168,7 +168,7 @@ class Transactions:
 
         Shares are added up; copies are averaged with the weights that `weigh` has for them. A share
         whose sender was evicted after it was chosen is dropped: its link's past is filed away by
-        then, and nobody's books would have this share. A refund whose receiver was evicted is
+        then, and nobody's records would have this share. A refund whose receiver was evicted is
         written off already.
         """
         chosen, due = list(receipts), list(refunds)
