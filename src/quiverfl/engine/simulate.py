@@ -20,7 +20,8 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.transformed import check_transforms, exchange_for
+from quiverfl.engine.splitting import splitting
+from quiverfl.engine.transformed import check_transforms, transformed_exchange
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
@@ -48,12 +49,14 @@ class Simulation:
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
+        if self.settings.arithmetic == "peers":
+            splitting(self.method, self.topology, self.settings.rounds)
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
 
     def exchange(self) -> Exchange:
-        return exchange_for(self.transforms, self.method, self.topology, self.settings)
+        return transformed_exchange(self.transforms, self.method, self.topology, self.settings)
 
     def run(
         self,

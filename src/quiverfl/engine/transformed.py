@@ -16,6 +16,7 @@ from quiverfl.engine.exchange import Exchange, MatrixExchange
 from quiverfl.engine.footprint import first_state
 from quiverfl.engine.mixing import mix
 from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import Weighs
@@ -28,7 +29,7 @@ from quiverfl.transforms.dither import BLOCK
 Integers = npt.NDArray[np.int64]
 
 
-def exchange_for(
+def transformed_exchange(
     transforms: Transforms,
     method: Method,
     topology: Topology,
@@ -39,6 +40,8 @@ def exchange_for(
     """Who mixes, as `MatrixExchange` says it, with what is done to messages before and after."""
     compression = transforms.compression
     if compression is None:
+        if rows is None:
+            return exchange_for(method, topology, settings)
         return MatrixExchange(method.delay, product, rows)
     inner = MatrixExchange(method.delay, partial(product, multiple=BLOCK), rows)
     return CodedExchange(
@@ -70,6 +73,11 @@ def check_transforms(
     settings: RunSettings,
 ) -> None:
     """Refuse what would not mean anything, before anything is computed or written."""
+    if transforms.record() and settings.arithmetic == "peers":
+        raise QuiverError(
+            'run.arithmetic = "peers" computes what peers do, and peers send whole messages as '
+            f"yet: leave it out, or the section [{next(iter(transforms.record()))}]."
+        )
     if transforms.compression is not None:
         _check_compression(transforms.compression, task, data, method, topology, settings)
 
