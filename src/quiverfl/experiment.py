@@ -358,6 +358,7 @@ def settings_of(config: Config, clients: int) -> RunSettings:
         device=run.device,
         threads=run.threads,
         executor=run.executor,
+        arithmetic=run.arithmetic,
         common_init=run.common_init,
         epochs_per_client=epochs_per_client(config, clients),
         evaluate_every=run.evaluate_every,

@@ -18,7 +18,7 @@ from quiverfl.engine.mixing import mix
 from quiverfl.engine.rounds import communicate
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.transformed import exchange_for
+from quiverfl.engine.transformed import transformed_exchange
 from quiverfl.topologies.topology import offline
 from quiverfl.transforms.chosen import Transforms
 from quiverfl.transforms.dither import BLOCK, ROWS, Dither
@@ -38,7 +38,7 @@ NUMBERS = 2 * BLOCK + 7
 def exchange(compression: Any, topology: Any, delay: int = 0, mass: str | None = "mu") -> Any:
     method = qv.OSGP(delay=delay) if mass else qv.DFedAvgM()
     settings = RunSettings(rounds=500, seed=3, dtype=torch.float64)
-    return exchange_for(Transforms(compression), method, topology, settings)
+    return transformed_exchange(Transforms(compression), method, topology, settings)
 
 
 def messages(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -302,7 +302,7 @@ def test_every_method_is_lawful_or_refused(method: Any, graphs: Any, compression
 def _idle_and_conserved(method: Any, topology: Any, compression: Any) -> None:
     settings = RunSettings(rounds=3, dtype=torch.float64)
     shard = Shard(task(), tiny_data(), method, TRAINING, settings)
-    made = exchange_for(Transforms(compression), method, topology, settings)
+    made = transformed_exchange(Transforms(compression), method, topology, settings)
     shard.train(0, np.ones(CLIENTS, dtype=bool))
     before = [part.clone() for part in shard._personal(np.arange(CLIENTS))]
     communicate(shard, made, qv.isolated(clients=CLIENTS)(0), 0)
@@ -343,7 +343,7 @@ def test_permuting_clients_permutes_results() -> None:
     plain = Shard(task(), tiny_data(), method, TRAINING, settings)
     moved = Shard(task(), tiny_data().only(order), method, TRAINING, settings, clients=order)
     chosen = Transforms(qv.Quantize(bits=4))
-    first = exchange_for(chosen, method, topology, settings)
+    first = transformed_exchange(chosen, method, topology, settings)
     inner = MatrixExchange()
     second = CodedExchange(inner, qv.Quantize(bits=4), 0, np.array(order), "mu", False, True)
     for t in range(2):

@@ -23,7 +23,7 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.transformed import check_transforms, exchange_for
+from quiverfl.engine.transformed import check_transforms, transformed_exchange
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
@@ -56,6 +56,11 @@ class RankSimulation:
 
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
+        if self.settings.arithmetic == "peers":
+            raise QuiverError(
+                'run.arithmetic = "peers" is computed by one process: leave it out, or leave '
+                "--ranks out."
+            )
         check_fit(
             self.task,
             self.data,
@@ -88,7 +93,15 @@ class RankSimulation:
         with threads_for(self.task, clients, longest, self.training, settings):
             shard = ranks.together(self._shard)
             columns = Columns(ranks, self.placement)
-            exchange = exchange_for(self.transforms, shard, self.topology, settings, columns.mix)
+            exchange = transformed_exchange(
+                self.transforms,
+                self.method,
+                self.topology,
+                settings,
+                shard.outbox,
+                columns.mix,
+                shard.ids,
+            )
             checkpoints = GatheredCheckpoints(ranks, self.placement)
             history, start = History(), 0
             if ranks.any(resume is not None):

@@ -1,4 +1,4 @@
-"""What leaves a client is not always what the method says: forged by attackers, blurred for privacy.
+"""What leaves a client is not always what its method says: it is forged, or blurred for privacy.
 
 Both start from what the client had when the round began, which is what it received last: a function
 of messages that others have seen. Only those who send are altered.

@@ -20,7 +20,8 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.transformed import check_transforms, exchange_for, trained_on
+from quiverfl.engine.splitting import splitting
+from quiverfl.engine.transformed import check_transforms, trained_on, transformed_exchange
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
@@ -50,6 +51,8 @@ class Simulation:
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
+        if self.settings.arithmetic == "peers":
+            splitting(self.method, self.topology, self.settings.rounds)
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
@@ -59,7 +62,9 @@ class Simulation:
         return Shard(self.task, data, self.method, self.training, self.settings)
 
     def exchange(self, shard: Shard) -> Exchange:
-        return exchange_for(self.transforms, shard, self.topology, self.settings)
+        return transformed_exchange(
+            self.transforms, self.method, self.topology, self.settings, shard.outbox
+        )
 
     def run(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,34 +20,41 @@ from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
 from quiverfl.engine.mixing import mix
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.shard import Shard
+from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Method
+from quiverfl.methods.contract import Message, Method
 from quiverfl.methods.optional import Weighs
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.adversary import ForgedMass, attackers
-from quiverfl.transforms.chosen import Transforms
+from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.dither import BLOCK
 
+Integers = npt.NDArray[np.int64]
 
-def exchange_for(
+
+def transformed_exchange(
     transforms: Transforms,
-    shard: Shard,
+    method: Method,
     topology: Topology,
     settings: RunSettings,
+    first: Callable[[], Message] = dict,
     product: Any = mix,
+    rows: Integers | None = None,
 ) -> Exchange:
     """Who mixes, as `MatrixExchange` says it, with what is done to messages before and after.
 
-    `product` has the messages of clients brought that are not in the shard.
+    `first` gives what clients would send before they train. `rows` are the clients that are here,
+    if not all are, and `product` has the others' messages brought.
     """
-    method, ids = shard.method, shard.ids
-    alone = product is mix
+    alone = rows is None
+    ids = np.arange(topology.clients) if rows is None else rows
+    if alone and transforms == PLAIN:
+        return exchange_for(method, topology, settings)
     coded = transforms.compression is not None
     chosen = partial(product, multiple=BLOCK) if coded else product
-    made: Exchange = MatrixExchange(method.delay, chosen, None if alone else ids)
+    made: Exchange = MatrixExchange(method.delay, chosen, rows)
     if transforms.compression is not None:
         assert isinstance(made, MatrixExchange)
         replica = keeps_replicas(transforms, method, topology, settings.rounds)
@@ -59,7 +69,7 @@ def exchange_for(
     if transforms.adversary is not None:
         who = attackers(transforms.adversary, settings.seed, topology.clients)
         made = AlteredExchange(
-            made, transforms.adversary, who, settings.seed, ids, method.mass, shard.outbox()
+            made, transforms.adversary, who, settings.seed, ids, method.mass, first()
         )
     return made
 
@@ -100,6 +110,11 @@ def check_transforms(
     settings: RunSettings,
 ) -> None:
     """Refuse what would not mean anything, before anything is computed or written."""
+    if transforms != PLAIN and settings.arithmetic == "peers":
+        raise QuiverError(
+            'run.arithmetic = "peers" computes what peers do, and peers send whole messages as '
+            f"yet: leave it out, or the section [{next(iter(transforms.record()))}]."
+        )
     for section in transforms.record():
         _check_message(section, task, data, method, topology, settings)
     if transforms.compression is not None:

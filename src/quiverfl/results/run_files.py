@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,8 @@ class RunResult:
     """(round, client) at which training produced a number that is not finite."""
     attackers: tuple[int, ...] = ()
     """Clients that were made to attack: in the history, and in no table."""
+    member: Mapping[str, Any] = field(default_factory=dict)
+    """Of what one peer recorded: its name, its client's number, the run and its mode."""
 
     @cached_property
     def method(self) -> str:
@@ -204,6 +206,7 @@ def read_run(folder: Path) -> RunResult:
         finished=bool(summary.get("finished", False)),
         diverged=_place(summary.get("diverged")),
         attackers=tuple(int(client) for client in written.get("attackers", ())),
+        member=_mapping(written.get("member")),
     )
 
 

@@ -108,7 +108,7 @@ class NormBound:
         check_options(self, "robustness")
 
     def factors(self, seen: Seen) -> Floats:
-        return within(seen.theirs, seen.own, self.factor).astype(np.float64)
+        return np.asarray(within(seen.theirs, seen.own, self.factor), dtype=np.float64)
 
 
 def within(theirs: Any, own: Any, factor: float) -> Any:
