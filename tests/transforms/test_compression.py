@@ -67,7 +67,7 @@ def test_eight_bits_of_a_block_by_hand() -> None:
 def test_rounding_is_right_on_average_and_off_by_a_step_at_most(bits: Any) -> None:
     coder, x = qv.Quantize(bits=bits), messages()["u"]
     steps = coder.scales(x).max()
-    total, rounds = torch.zeros_like(x), 400
+    total, rounds = torch.zeros_like(x), 200
     for t in range(rounds):
         draws = Dither(0, t).of("u", np.arange(CLIENTS), NUMBERS)
         found = code_columns(coder, draws, x, 0)
@@ -135,7 +135,7 @@ def conserves(made: Any, topology: Any, rounds: int) -> None:
 GRAPHS = cache(AWAY(CLIENTS))
 
 
-@pytest.mark.parametrize(("compression", "delay"), [*((c, 2) for c in EVERY), (EVERY[1], 0)])
+@pytest.mark.parametrize(("compression", "delay"), [(EVERY[0], 2), (EVERY[2], 0), (EVERY[3], 2)])
 def test_mass_and_sums_are_conserved_with_clients_that_are_away(
     compression: Any, delay: int
 ) -> None:
@@ -213,11 +213,11 @@ def test_replicas_bring_clients_to_their_exact_mean(compression: Any) -> None:
     made = exchange(compression, ring, mass=None)
     now = {"u": messages()["u"]}
     mean = now["u"].mean(dim=0)
-    for t in range(900):
+    for t in range(400):
         made.push(t, ring(t), now)
         now = made.collect(t)
-    assert (now["u"] - mean).abs().max() < 1e-6
-    assert (made.in_flight()["replica/u"] - mean).abs().max() < 1e-5
+    assert (now["u"] - mean).abs().max() < 1e-5
+    assert (made.in_flight()["replica/u"] - mean).abs().max() < 1e-4
 
 
 def test_replicas_are_refused_on_graphs_that_change() -> None:
@@ -247,12 +247,19 @@ REFUSED = {
     **dict.fromkeys(("moon", "apfl", "pfedme", "perfedavg"), RATIO),
 }
 STAR = "compression over a star"
+CODERS = (qv.Quantize(bits=4), qv.TopK(fraction=0.2), qv.RandomK(fraction=0.2))
+PAIRS = [(method, graphs) for method, choices in METHODS for graphs in choices]
 CASES = [
-    (method, graphs, compression)
-    for method, choices in METHODS
-    for graphs in choices
-    for compression in (qv.Quantize(bits=4), qv.TopK(fraction=0.2), qv.RandomK(fraction=0.2))
+    pytest.param(
+        *pair,
+        coder,
+        id=f"{pair[0]}-{pair[1](6).name}-{coder.name}",
+        marks=() if (place + number) % 3 == 0 else pytest.mark.slow,
+    )
+    for place, pair in enumerate(PAIRS)
+    for number, coder in enumerate(CODERS)
 ]
+"""Every pair with one of the three; with the other two in the slow tests."""
 
 
 def test_every_method_is_decided_upon() -> None:
@@ -262,11 +269,7 @@ def test_every_method_is_decided_upon() -> None:
     assert named - set(REFUSED) == sent | {"scaffold"}
 
 
-@pytest.mark.parametrize(
-    ("method", "graphs", "compression"),
-    CASES,
-    ids=[f"{m}-{g(6).name}-{c.name}" for m, g, c in CASES],
-)
+@pytest.mark.parametrize(("method", "graphs", "compression"), CASES)
 def test_every_method_is_lawful_or_refused(method: Any, graphs: Any, compression: Any) -> None:
     """Laws 1, 4, 6, 8 and 10 of docs/concepts.md where it is allowed; a sentence where not."""
     topology = graphs(CLIENTS)
@@ -319,7 +322,7 @@ def _idle_and_conserved(method: Any, topology: Any, compression: Any) -> None:
         torch.testing.assert_close(mixed[name].sum(0) + away, total, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("compression", EVERY, ids=str)
+@pytest.mark.parametrize("compression", EVERY[2:4], ids=str)
 def test_replicas_are_part_of_a_checkpoint(compression: Any) -> None:
     kept: list[Checkpoint] = []
     ring = qv.ring(clients=CLIENTS)

@@ -137,7 +137,7 @@ class _Few:
         return whole * self.kept(BLOCK) + (self.kept(rest) if rest else 0)
 
     def replica_step(self) -> float:
-        return math.sqrt(self.fraction)
+        return self.fraction
 
 
 @dataclass(frozen=True)
