@@ -103,6 +103,7 @@ if TYPE_CHECKING:
         SignFlip,
     )
     from quiverfl.transforms.compression import Quantize, RandomK, TopK
+    from quiverfl.transforms.privacy import UpdatePrivacy
     from quiverfl.transforms.robustness import Balance, NormBound, SelfCenteredClip
 
 __version__ = "0.2.0"
@@ -186,6 +187,7 @@ __all__ = [
     "Trained",
     "Training",
     "UnitInterval",
+    "UpdatePrivacy",
     "WandB",
     "batch_order",
     "compare",
@@ -307,6 +309,7 @@ _PLACES = {
     "LabelFlip": "quiverfl.transforms.adversary",
     "ScaledUpdate": "quiverfl.transforms.adversary",
     "SignFlip": "quiverfl.transforms.adversary",
+    "UpdatePrivacy": "quiverfl.transforms.privacy",
     "Balance": "quiverfl.transforms.robustness",
     "NormBound": "quiverfl.transforms.robustness",
     "SelfCenteredClip": "quiverfl.transforms.robustness",

@@ -7,6 +7,7 @@
 [topology]  who talks to whom; "auto" takes the usual one of the method
 [training]  the optimizer
 [compression]  what is sent in place of whole messages
+[privacy]  how far what is sent is clipped and blurred
 [robustness]  which part of a neighbour's message is taken
 [adversary]  clients that attack, and how
 [run]       rounds, seed, and how the run is carried out
@@ -191,6 +192,7 @@ class Config(Section):
     topology: TopologyConfig = TopologyConfig()
     training: TrainingConfig = TrainingConfig()
     compression: TransformConfig = TransformConfig()
+    privacy: TransformConfig = TransformConfig()
     robustness: TransformConfig = TransformConfig()
     adversary: TransformConfig = TransformConfig()
     run: RunConfig = RunConfig()

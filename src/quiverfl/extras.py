@@ -12,6 +12,7 @@ EXTRAS = {
     "ray": ("ray",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
+    "privacy": ("opacus",),
 }
 """The modules that Quiver imports of each."""
 

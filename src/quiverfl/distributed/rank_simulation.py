@@ -70,11 +70,11 @@ class RankSimulation:
             self.settings,
             self.placement.clients,
         )
-        if self.transforms.robustness is not None or self.transforms.adversary is not None:
-            raise QuiverError(
-                "[robustness] and [adversary] are for one process: a receiver compares models that "
-                "are on other ranks. Leave --ranks out, or the section."
-            )
+        for section in self.transforms.record():
+            if section != "compression":
+                raise QuiverError(
+                    f"[{section}] is for one process as yet: leave --ranks out, or the section."
+                )
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )

@@ -1,7 +1,8 @@
 """What leaves a client is not always what its method says: it is forged, or blurred for privacy.
 
 Both start from what the client had when the round began, which is what it received last: a function
-of messages that others have seen. Only those who send are altered.
+of messages that others have seen. Who neither sends nor receives has nothing altered, and what it
+learns meanwhile is part of the update that it sends when it is back.
 """
 
 from __future__ import annotations
@@ -17,9 +18,16 @@ from torch import Tensor
 from quiverfl.engine.exchange import Exchange
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.topology import uploads
+from quiverfl.topologies.topology import downloads, uploads
 from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.noise import Noise
+from quiverfl.transforms.privacy import (
+    BudgetSpent,
+    UpdatePrivacy,
+    affordable,
+    epsilon,
+    spent,
+)
 
 Integers = npt.NDArray[np.int64]
 Alter = Callable[[Message, Message, str | None, Noise], Message]
@@ -32,6 +40,7 @@ class AlteredExchange:
         self,
         inner: Exchange,
         adversary: Adversary | None,
+        privacy: UpdatePrivacy | None,
         attackers: Integers,
         seed: int,
         ids: Integers,
@@ -39,10 +48,13 @@ class AlteredExchange:
         first: Message,
     ) -> None:
         """`first` is what clients would have sent before they trained at all."""
-        self._inner, self._adversary, self._seed = inner, adversary, seed
+        self._inner, self._seed = inner, seed
+        self._adversary, self._privacy = adversary, privacy
         self._ids, self._mass = ids, mass
         self._attack: npt.NDArray[np.bool_] = np.isin(ids, attackers)
         self._before = {n: x.clone() for n, x in first.items() if n != mass}
+        self._there: npt.NDArray[np.bool_] = np.ones(len(ids), dtype=bool)
+        self._releases: Integers = np.zeros(len(ids), dtype=np.int64)
 
     def senders(self, graph: Graph) -> None:
         """Everybody's: a client that does not send keeps what it has."""
@@ -52,9 +64,25 @@ class AlteredExchange:
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         sends = uploads(graph)[self._ids] > 0
+        self._there = sends | (downloads(graph)[self._ids] > 0)
         if self._adversary is not None:
             self._alter(outbox, sends & self._attack, round, "adversary", self._adversary.forged)
+        if self._privacy is not None:
+            # What one that only receives adds to its own is not to be known either.
+            honest = self._there & ~self._attack
+            self._spend(self._privacy, round, honest)
+            self._alter(outbox, honest, round, "privacy", self._privacy.released)
         self._inner.push(round, graph, outbox)
+
+    def _spend(self, privacy: UpdatePrivacy, round: int, sends: Any) -> None:
+        """Count this round's releases, unless one of them would cost more than the budget."""
+        after = self._releases + sends
+        budget = privacy.epsilon_budget
+        if budget is not None and after.max() > affordable(budget, privacy.noise, privacy.delta):
+            client = int(self._ids[after.argmax()])
+            cost = epsilon(int(after.max()), privacy.noise, privacy.delta)
+            raise BudgetSpent(round, client, cost, budget)
+        self._releases = after
 
     def _alter(self, outbox: Message, chosen: Any, round: int, why: str, alter: Alter) -> None:
         rows = np.flatnonzero(chosen)
@@ -69,17 +97,26 @@ class AlteredExchange:
 
     def collect(self, round: int) -> Message:
         mixed = self._inner.collect(round)
-        self._before = {n: x.clone() for n, x in mixed.items() if n != self._mass}
+        there = torch.from_numpy(np.flatnonzero(self._there))
+        for name, leaf in self._before.items():
+            leaf[there] = mixed[name][there]
         return mixed
 
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
-        return self._inner.traffic(graph, payload)
+        record = self._inner.traffic(graph, payload)
+        if self._privacy is not None:
+            record["epsilon"] = spent(self._releases, self._privacy).tolist()
+        return record
 
     def in_flight(self) -> dict[str, Tensor]:
         kept = {f"before/{name}": leaf for name, leaf in self._before.items()}
+        kept["before//releases"] = torch.from_numpy(self._releases)
         return {**self._inner.in_flight(), **kept}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         own = {name for name in tensors if name.startswith("before/")}
+        self._releases = tensors["before//releases"].cpu().numpy()
+        own.discard("before//releases")
+        tensors = {n: x for n, x in tensors.items() if n != "before//releases"}
         self._before = {name.removeprefix("before/"): tensors[name] for name in own}
         self._inner.restore({n: x for n, x in tensors.items() if n not in own})

@@ -30,6 +30,7 @@ from quiverfl.training import Training
 from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.compression import Compression
+from quiverfl.transforms.privacy import UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
 
 SMALL_WORK = 20_000_000
@@ -117,6 +118,7 @@ def simulate(
     topology: Topology,
     training: Training,
     compression: Compression | None = None,
+    privacy: UpdatePrivacy | None = None,
     robustness: Robustness | None = None,
     adversary: Adversary | None = None,
     settings: RunSettings | None = None,
@@ -139,8 +141,9 @@ def simulate(
     `callbacks` are told what `recorder` is told, and may end the run (qv.EarlyStopping), which is
     then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
 
-    `compression` is what is sent in place of the messages (qv.Quantize(bits=4)), `robustness`
-    which part of them is taken (qv.Balance()), `adversary` who forges them (qv.SignFlip()).
+    `compression` is what is sent in place of the messages (qv.Quantize(bits=4)), `privacy`
+    how they are blurred (qv.UpdatePrivacy()), `robustness` which part of them is taken
+    (qv.Balance()), `adversary` who forges them (qv.SignFlip()).
 
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
@@ -148,7 +151,7 @@ def simulate(
         settings = RunSettings.of(options)
     elif options:
         raise TypeError(f"give settings or {', '.join(options)}, not both")
-    transforms = Transforms(compression, robustness, adversary)
+    transforms = Transforms(compression, privacy, robustness, adversary)
     simulation = Simulation(task, data, method, topology, training, settings, transforms)
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))

@@ -22,6 +22,7 @@ from quiverfl.engine.mixing import mix
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.errors import QuiverError
+from quiverfl.extras import require
 from quiverfl.methods.contract import Message, Method
 from quiverfl.methods.optional import Weighs
 from quiverfl.task import Task
@@ -66,10 +67,17 @@ def transformed_exchange(
         made = JudgedExchange(
             made, transforms.robustness, settings.seed, settings.rounds, method.mass
         )
-    if transforms.adversary is not None:
+    if transforms.adversary is not None or transforms.privacy is not None:
         who = attackers(transforms.adversary, settings.seed, topology.clients)
         made = AlteredExchange(
-            made, transforms.adversary, who, settings.seed, ids, method.mass, first()
+            made,
+            transforms.adversary,
+            transforms.privacy,
+            who,
+            settings.seed,
+            ids,
+            method.mass,
+            first(),
         )
     return made
 
@@ -121,6 +129,8 @@ def check_transforms(
         _check_compression(transforms, method, topology, settings)
     if transforms.robustness is not None:
         _check_robustness(transforms, method)
+    if transforms.privacy is not None:
+        require("privacy", "[privacy]")
     if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
         raise QuiverError(
             f'adversary.name = "forged_mass": {method.title} carries no push-sum mass to forge; '

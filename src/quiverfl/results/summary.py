@@ -47,10 +47,17 @@ def rounds_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
     latest = {int(record["round"]): record for record in records}
     rows = [
-        {name: sum(value) if isinstance(value, list) else value for name, value in record.items()}
+        {name: _over_clients(name, value) for name, value in record.items()}
         for _, record in sorted(latest.items())
     ]
     return pd.DataFrame(rows) if rows else pd.DataFrame({"round": []})
+
+
+def _over_clients(name: str, value: Any) -> Any:
+    """Lists are summed; of what clients have spent of their privacy the most is what counts."""
+    if not isinstance(value, list):
+        return value
+    return max(value, default=0.0) if name == "epsilon" else sum(value)
 
 
 def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
@@ -168,6 +175,7 @@ def costs(rounds: pd.DataFrame) -> dict[str, Any]:
         "busiest_bytes": int(per_round(rounds, "busiest_bytes").max()) if len(rounds) else 0,
         "steps": int(per_round(rounds, "steps").sum()),
         "seconds": float(per_round(rounds, "seconds").sum()),
+        **({"epsilon": float(rounds["epsilon"].max())} if "epsilon" in rounds else {}),
     }
 
 

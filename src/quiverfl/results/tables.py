@@ -249,7 +249,10 @@ def _stage_columns(
 
 
 def _cost_columns(frame: pd.DataFrame) -> list[tuple[str, list[Cell]]]:
+    spent = [numbers.NOTHING if math.isnan(value) else f"{value:.3g}" for value in frame["epsilon"]]
+    private = [("ε", [Cell(text) for text in spent])] if frame["epsilon"].notna().any() else []
     return [
+        *private,
         ("bytes", _plain_cells(frame["bytes"].map(numbers.size))),
         ("busiest, a round", _plain_cells(frame["busiest_bytes"].map(numbers.size))),
         ("local steps", _plain_cells(frame["steps"].map(numbers.whole))),
