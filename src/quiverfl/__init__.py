@@ -103,13 +103,14 @@ if TYPE_CHECKING:
         SignFlip,
     )
     from quiverfl.transforms.compression import Quantize, RandomK, TopK
-    from quiverfl.transforms.privacy import UpdatePrivacy
+    from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
     from quiverfl.transforms.robustness import Balance, NormBound, SelfCenteredClip
 
 __version__ = "0.2.0"
 
 __all__ = [
     "APFL",
+    "DPSGD",
     "METHODS",
     "MODELS",
     "MOON",
@@ -310,6 +311,7 @@ _PLACES = {
     "ScaledUpdate": "quiverfl.transforms.adversary",
     "SignFlip": "quiverfl.transforms.adversary",
     "UpdatePrivacy": "quiverfl.transforms.privacy",
+    "DPSGD": "quiverfl.transforms.privacy",
     "Balance": "quiverfl.transforms.robustness",
     "NormBound": "quiverfl.transforms.robustness",
     "SelfCenteredClip": "quiverfl.transforms.robustness",

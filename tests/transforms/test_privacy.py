@@ -14,6 +14,8 @@ from opacus.accountants import RDPAccountant
 import quiverfl as qv
 from quiverfl.config import parse
 from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.shard import Shard
 from quiverfl.results.run_files import read_run
 from quiverfl.transforms.noise import Noise
 from quiverfl.transforms.privacy import BudgetSpent, affordable, epsilon
@@ -26,6 +28,7 @@ from small import (
     TRAINING,
     simulate,
     states,
+    tiny_data,
     tiny_task,
 )
 
@@ -159,6 +162,95 @@ def test_every_method_is_private_or_refused(method: Any, graphs: Any) -> None:
         return
     with pytest.raises(qv.QuiverError, match=r"Leave|leave"):
         simulate(method, graphs(CLIENTS), rounds=1, privacy=PRIVATE)
+
+
+# Inside training.
+
+
+def trained(private: Any, method: Any = None, **options: Any) -> Shard:
+    settings = RunSettings(rounds=3, dtype=torch.float64, **options)
+    method = method or qv.DFedAvgM(epochs=1)
+    plain = qv.Training(lr=0.1, batch_size=4)
+    shard = Shard(tiny_task(), tiny_data(), method, plain, settings, private=private)
+    shard.train(0, np.ones(CLIENTS, dtype=bool))
+    return shard
+
+
+def test_samples_are_clipped_one_by_one() -> None:
+    """Client 0 has five samples: a batch of four and one of one, computed by hand."""
+    clip = 0.3
+    shard = trained(qv.DPSGD(clip=clip, noise=1e-12))
+    model = tiny_task().module(qv.Point(*(p.double() for p in tiny_task().initial(0)))).double()
+    parameters = [p.requires_grad_() for p in model.parameters()]
+    x, y = tiny_data().train.of(0)
+    order = qv.batch_order(0, client=0, round=0, phase=0, epoch=0, size=5)
+    for batch in (order[:4], order[4:]):
+        total = [torch.zeros_like(p) for p in parameters]
+        for sample in batch:
+            outputs = model(x[sample : sample + 1].double())
+            loss = torch.nn.functional.cross_entropy(outputs, y[sample : sample + 1])
+            grads = torch.autograd.grad(loss, parameters)
+            norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+            for into, g in zip(total, grads, strict=True):
+                into += g * min(1.0, clip / norm)
+        with torch.no_grad():
+            for p, into in zip(parameters, total, strict=True):
+                p -= 0.1 * into / len(batch)
+    expected = dict(model.named_parameters())
+    found = tiny_task().named(qv.Point(shard.state.u[0], shard.state.v[0]))
+    for name, leaf in found.items():
+        torch.testing.assert_close(leaf, expected[name].detach(), rtol=0, atol=1e-9)
+
+
+def test_without_clipping_and_noise_it_is_plain_training() -> None:
+    private, plain = trained(qv.DPSGD(clip=1e6, noise=1e-18)), trained(None)
+    for one, other in zip(private.state, plain.state, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_executors_agree_and_noise_has_its_deviation() -> None:
+    private = qv.DPSGD(clip=0.5, noise=2.0)
+    together, alone = (trained(private, executor=e) for e in ("vectorized", "sequential"))
+    for one, other in zip(together.state, alone.state, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    still = trained(qv.DPSGD(clip=0.5, noise=1e-12))
+    blur = (together.state.u - still.state.u)[2]  # eleven samples: batches of 4, 4 and 3
+    wanted = 0.1 * 2.0 * 0.5 * math.sqrt(2 / 16 + 1 / 9)
+    assert float(blur.std()) == pytest.approx(wanted, rel=0.5)
+
+
+def test_epochs_of_all_phases_are_counted_and_resumed() -> None:
+    kept: list[Checkpoint] = []
+    method, private = qv.DFedPGP(personal_epochs=1, shared_epochs=2), qv.DPSGD(noise=2.0)
+    options = {"rounds": 3, "privacy": private}
+    whole = simulate(method, AWAY(CLIENTS), checkpoint=kept.append, checkpoint_every=1, **options)
+    again = simulate(method, AWAY(CLIENTS), resume=kept[0], **options)
+    assert all(torch.equal(a, b) for a, b in zip(states(whole), states(again), strict=True))
+    visits = sum(3 * AWAY(CLIENTS)(t).active.astype(int) for t in range(3))
+    assert whole._shard.visits.tolist() == visits.tolist()
+    assert whole._history.records[-1]["epsilon"] == [epsilon(int(n), 2.0, 1e-5) for n in visits]
+    assert again._history.records[-1]["epsilon"] == whole._history.records[-1]["epsilon"]
+
+
+def test_a_budget_ends_training_before_anything_is_sent() -> None:
+    budget = epsilon(6, 2.0, 1e-5) * 1.01
+    private = qv.DPSGD(noise=2.0, epsilon_budget=budget)
+    with pytest.raises(BudgetSpent, match="round 2"):
+        simulate(qv.DFedPGP(shared_epochs=2), PUSH(CLIENTS), rounds=4, privacy=private)
+
+
+UNCLIPPED = {"fedproto", "moon", "dfedsam", "dfedpgpsam", "perfedavg", "pushdiging"}
+
+
+@pytest.mark.parametrize(("method", "graphs"), CASES, ids=[f"{m}" for m, _ in CASES])
+def test_every_look_at_the_data_is_private_or_refused(method: Any, graphs: Any) -> None:
+    gradient = method.name == "dispfl" and method.regrow == "gradient"
+    if method.name in UNCLIPPED or gradient:
+        with pytest.raises(qv.QuiverError, match="would not be private"):
+            simulate(method, graphs(CLIENTS), rounds=1, privacy=qv.DPSGD())
+        return
+    run = simulate(method, graphs(CLIENTS), rounds=1, privacy=qv.DPSGD())
+    assert run.summary["epsilon"] > 0
 
 
 def test_compression_comes_after_privacy() -> None:

@@ -21,13 +21,7 @@ from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import downloads, uploads
 from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.noise import Noise
-from quiverfl.transforms.privacy import (
-    BudgetSpent,
-    UpdatePrivacy,
-    affordable,
-    epsilon,
-    spent,
-)
+from quiverfl.transforms.privacy import UpdatePrivacy, check_budget, spent
 
 Integers = npt.NDArray[np.int64]
 Alter = Callable[[Message, Message, str | None, Noise], Message]
@@ -77,11 +71,7 @@ class AlteredExchange:
     def _spend(self, privacy: UpdatePrivacy, round: int, sends: Any) -> None:
         """Count this round's releases, unless one of them would cost more than the budget."""
         after = self._releases + sends
-        budget = privacy.epsilon_budget
-        if budget is not None and after.max() > affordable(budget, privacy.noise, privacy.delta):
-            client = int(self._ids[after.argmax()])
-            cost = epsilon(int(after.max()), privacy.noise, privacy.delta)
-            raise BudgetSpent(round, client, cost, budget)
+        check_budget(after, privacy, round, self._ids)
         self._releases = after
 
     def _alter(self, outbox: Message, chosen: Any, round: int, why: str, alter: Alter) -> None:

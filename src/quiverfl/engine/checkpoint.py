@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,6 +51,8 @@ class Checkpoint:
             tensors[f"local/{row}/personal"] = point.personal
         for number, buffers in shard.buffers.items():
             tensors.update((f"optimizer/{number}/{name}", b) for name, b in buffers.items())
+        if shard.context.private is not None:
+            tensors["visits"] = torch.from_numpy(shard.visits)
         return cls(round, tensors, shard.local.metrics, history)
 
     def copy(self) -> Checkpoint:
@@ -81,6 +84,8 @@ class Checkpoint:
             for row in rows
         }
         shard.local.metrics = {row: dict(metrics) for row, metrics in self.local_metrics.items()}
+        if "visits" in self.tensors:
+            shard.visits = self.tensors["visits"].cpu().numpy().copy()
         shard.buffers = {}
         for name, leaf in _below(self.tensors, "optimizer/").items():
             number, _, buffer = name.partition("/")

@@ -30,7 +30,7 @@ from quiverfl.training import Training
 from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.compression import Compression
-from quiverfl.transforms.privacy import UpdatePrivacy
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
 
 SMALL_WORK = 20_000_000
@@ -60,7 +60,15 @@ class Simulation:
 
     def shard(self) -> Shard:
         data = trained_on(self.transforms, self.data, self.settings.seed)
-        return Shard(self.task, data, self.method, self.training, self.settings)
+        private = self.transforms.privacy
+        return Shard(
+            self.task,
+            data,
+            self.method,
+            self.training,
+            self.settings,
+            private=private if isinstance(private, DPSGD) else None,
+        )
 
     def exchange(self, shard: Shard) -> Exchange:
         return transformed_exchange(
@@ -118,7 +126,7 @@ def simulate(
     topology: Topology,
     training: Training,
     compression: Compression | None = None,
-    privacy: UpdatePrivacy | None = None,
+    privacy: UpdatePrivacy | DPSGD | None = None,
     robustness: Robustness | None = None,
     adversary: Adversary | None = None,
     settings: RunSettings | None = None,

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from quiverfl.engine.lifting import lift, lift_point
 from quiverfl.engine.optimizer import Buffers, Descent, Rates
+from quiverfl.engine.private_gradients import private_gradient
 from quiverfl.engine.programs import Executor, Losses, Program, aligned
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State
 from quiverfl.seeds import Hashes
 from quiverfl.task import Point, Seen
 from quiverfl.training import Training
+from quiverfl.transforms.noise import Noise
+from quiverfl.transforms.privacy import DPSGD
 from quiverfl.trees import Tree
 
 Integers = npt.NDArray[np.int64]
@@ -47,6 +50,8 @@ class Batch:
     among: Integers
     draws: Tensor | None = None
     """Of every client, for what its model draws."""
+    noise: Noise | None = None
+    """What private gradients are blurred with, if they are."""
 
     def halves(self) -> tuple[Batch, Batch]:
         """The first half of every client's samples, and the rest; a single sample is both."""
@@ -83,6 +88,7 @@ class Stepper:
         training: Training,
         kept: Buffers | None = None,
         loaded: bool = False,
+        private: DPSGD | None = None,
     ) -> None:
         """`programs(i)` gives modules of this worker's own; several models want several.
 
@@ -98,6 +104,8 @@ class Stepper:
         )
         self._x: Tree = None
         self._draws: Tensor | None = None
+        self._private = private
+        self._noise: Noise | None = None
 
     @property
     def buffers(self) -> Buffers:
@@ -119,6 +127,7 @@ class Stepper:
         for repeat in range(self._phase.repeats):
             # Both gradients of a lookahead are of one function: the same numbers are drawn.
             self._draws = None if batch.draws is None else batch.draws + repeat
+            self._noise = None if batch.noise is None else batch.noise.again(repeat)
             self._descent.step(self._slope(len(rows), first, second))
 
     def _gathered(self, rows: Integers, batch: Batch) -> tuple[Tree, Tree, Tensor | None]:
@@ -146,7 +155,13 @@ class Stepper:
 
     def _taken(self, k: int, x: Tree, y: Tree, weights: Tensor | None) -> Tensor:
         self._x = x
-        return self._gradient(k, x, y, weights, self._draws)
+        if self._private is None or self._noise is None:
+            return self._gradient(k, x, y, weights, self._draws)
+
+        def of(one_x: Tree, one_y: Tree) -> Tensor:
+            return self._gradient(k, one_x, one_y, None, None)
+
+        return private_gradient(self._private, of, x, y, weights, self._noise)
 
     def _here(self, k: int) -> Point:
         return Point(*(part[:k] for part in self.point))

@@ -23,7 +23,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
-from quiverfl.methods.contract import Message, Method
+from quiverfl.methods.contract import Interleaved, Message, Method, Once
 from quiverfl.methods.optional import Weighs
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -31,6 +31,7 @@ from quiverfl.transforms.adversary import ForgedMass, attackers
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.dither import BLOCK
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 
 Integers = npt.NDArray[np.int64]
 
@@ -67,12 +68,13 @@ def transformed_exchange(
         made = JudgedExchange(
             made, transforms.robustness, settings.seed, settings.rounds, method.mass
         )
-    if transforms.adversary is not None or transforms.privacy is not None:
+    blurred = transforms.privacy if isinstance(transforms.privacy, UpdatePrivacy) else None
+    if transforms.adversary is not None or blurred is not None:
         who = attackers(transforms.adversary, settings.seed, topology.clients)
         made = AlteredExchange(
             made,
             transforms.adversary,
-            transforms.privacy,
+            blurred,
             who,
             settings.seed,
             ids,
@@ -123,7 +125,8 @@ def check_transforms(
             'run.arithmetic = "peers" computes what peers do, and peers send whole messages as '
             f"yet: leave it out, or the section [{next(iter(transforms.record()))}]."
         )
-    for section in transforms.record():
+    inside = {"privacy"} if isinstance(transforms.privacy, DPSGD) else set()
+    for section in transforms.record().keys() - inside:
         _check_message(section, task, data, method, topology, settings)
     if transforms.compression is not None:
         _check_compression(transforms, method, topology, settings)
@@ -131,6 +134,8 @@ def check_transforms(
         _check_robustness(transforms, method)
     if transforms.privacy is not None:
         require("privacy", "[privacy]")
+    if isinstance(transforms.privacy, DPSGD):
+        _check_phases(task, method)
     if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
         raise QuiverError(
             f'adversary.name = "forged_mass": {method.title} carries no push-sum mass to forge; '
@@ -163,6 +168,25 @@ def _check_message(
             f"server, such as random_push or random_regular, or leave [{section}] out."
         )
     _check_leaves(section, task, method, method.message(first_state(task, data, method, settings)))
+
+
+def _check_phases(task: Task, method: Method) -> None:
+    """Every look at the data must be one that is clipped and blurred."""
+    for phase in method.phases(task):
+        for part in phase.phases if isinstance(phase, Interleaved) else (phase,):
+            looks = (
+                bool(part.gradient) or part.statistics is not None
+                if isinstance(part, Once)
+                else part.lookahead is not None
+                or (part.loss is not None and part.loss.teachers is not None)
+            )
+            if looks:
+                raise QuiverError(
+                    f'privacy.name = "dp_sgd": {method.title} looks at its data otherwise than by '
+                    "the gradient of one batch after another (a second gradient, statistics or "
+                    "teachers), which would not be private. Choose another method, or "
+                    'privacy.name = "update".'
+                )
 
 
 def _check_robustness(transforms: Transforms, method: Method) -> None:

@@ -13,12 +13,12 @@ from quiverfl.transforms.adversary import (
 )
 from quiverfl.transforms.chosen import Transforms
 from quiverfl.transforms.compression import Quantize, RandomK, TopK
-from quiverfl.transforms.privacy import UpdatePrivacy
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Balance, NormBound, SelfCenteredClip
 
 TRANSFORMS: dict[str, dict[str, Callable[..., Any]]] = {
     "compression": {"quantize": Quantize, "top_k": TopK, "random_k": RandomK},
-    "privacy": {"update": UpdatePrivacy},
+    "privacy": {"update": UpdatePrivacy, "dp_sgd": DPSGD},
     "robustness": {"clip": SelfCenteredClip, "balance": Balance, "norm": NormBound},
     "adversary": {
         "sign_flip": SignFlip,

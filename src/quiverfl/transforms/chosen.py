@@ -8,7 +8,7 @@ from typing import Any
 from quiverfl.methods.options import options_of
 from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.compression import Compression
-from quiverfl.transforms.privacy import UpdatePrivacy
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
 
 
@@ -17,7 +17,7 @@ class Transforms:
     """None for what is left as it is."""
 
     compression: Compression | None = None
-    privacy: UpdatePrivacy | None = None
+    privacy: UpdatePrivacy | DPSGD | None = None
     robustness: Robustness | None = None
     adversary: Adversary | None = None
 

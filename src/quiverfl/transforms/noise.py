@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ class Noise:
     purpose: str
     round: int
     clients: Integers
+
+    def again(self, count: int) -> Noise:
+        """Other numbers for the same place and time; the same ones for count 0."""
+        return self if not count else replace(self, purpose=f"{self.purpose} again {count}")
 
     def like(self, name: str, leaf: Tensor) -> Tensor:
         """One standard normal number for every place of a leaf; others for every name."""

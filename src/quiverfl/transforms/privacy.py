@@ -62,6 +62,29 @@ class UpdatePrivacy:
         return found
 
 
+@dataclass(frozen=True)
+class DPSGD:
+    """Every sample's gradient is clipped to `clip`, every batch's sum blurred by `noise` times it.
+
+    (Σ min(1, clip/‖g_s‖) · g_s + noise · clip · N(0, 1)) / batch, in every phase of training, the
+    personal ones too: what is sent depends on all of them. A single sample is protected. Batches of
+    an epoch are disjoint, so that an epoch is one release of every sample; no amplification by
+    sampling is claimed, as they are no Poisson samples.
+    """
+
+    clip: Positive = 1.0
+    noise: Positive = 1.0
+    delta: Positive = 1e-5
+    epsilon_budget: Positive | None = None
+
+    name = "dp_sgd"
+
+    def __post_init__(self) -> None:
+        check_options(self, "privacy")
+        if self.delta >= 1:
+            raise QuiverError(f"privacy.delta = {self.delta!r}: it must be below 1.")
+
+
 class BudgetSpent(QuiverError):
     """The next release would cost more than the budget; nothing of it was sent."""
 
@@ -89,6 +112,17 @@ def epsilon(releases: int, noise: float, delta: float) -> float:
     return float(found)
 
 
+def check_budget(
+    releases: Integers, privacy: UpdatePrivacy | DPSGD, round: int, clients: Integers
+) -> None:
+    """Refuse releases that would cost any of these clients more than the budget."""
+    budget, largest = privacy.epsilon_budget, int(releases.max(initial=0))
+    if budget is None or largest <= affordable(budget, privacy.noise, privacy.delta):
+        return
+    most, cost = int(releases.argmax()), epsilon(largest, privacy.noise, privacy.delta)
+    raise BudgetSpent(round, int(clients[most]), cost, budget)
+
+
 def affordable(budget: float, noise: float, delta: float) -> int:
     """How many releases a budget pays for."""
     if epsilon(1, noise, delta) > budget:
@@ -102,7 +136,7 @@ def affordable(budget: float, noise: float, delta: float) -> int:
     return low
 
 
-def spent(releases: Integers, privacy: UpdatePrivacy) -> Floats:
+def spent(releases: Integers, privacy: UpdatePrivacy | DPSGD) -> Floats:
     """ε of every client after its releases."""
     counts, own = np.unique(releases, return_inverse=True)
     values = [epsilon(int(count), privacy.noise, privacy.delta) for count in counts]
