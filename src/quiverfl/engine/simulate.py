@@ -45,6 +45,17 @@ class Simulation:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
 
+    def shard(self) -> Shard:
+        """All clients, at the start."""
+        return Shard(
+            self.task,
+            self.data,
+            self.method,
+            self.training,
+            self.settings,
+            looks=self.topology.looks,
+        )
+
     def run(
         self,
         recorder: Recorder | None = None,
@@ -58,7 +69,7 @@ class Simulation:
         settings = self.settings
         data = self.data
         with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
-            shard = Shard(self.task, self.data, self.method, self.training, settings)
+            shard = self.shard()
             exchange, history, start = MatrixExchange(self.method.delay), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)

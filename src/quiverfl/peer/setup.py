@@ -68,6 +68,11 @@ def build_learner(folder: PeerFolder) -> tuple[ShardLearner, Topology, Config]:
     method = make_method(config)
     members = len(folder.roster.members)
     topology = topology_for(config, method, members)
+    if topology.looks is not None:
+        raise QuiverError(
+            f"topology {topology.name!r} chooses by what clients told each other, which peers do "
+            "not send yet: use random_push, or run it in simulation."
+        )
     if method.delay and folder.peers.mode == "sync":
         raise QuiverError(
             f"method.delay = {method.delay}: peers overlap by themselves in async mode; set "
