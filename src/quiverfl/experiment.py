@@ -262,7 +262,7 @@ def load_data(config: Config) -> Dataset:
 
 
 def inputs_of(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Digests of what a run is made from beside its configuration: its data and one's own code."""
+    """Digests of what a run is made from beside its configuration: its data and your own code."""
     own = [config.data.name, config.model.name, config.method.name, config.topology.name]
     own += [config.task.loss, *(config.task.metrics or ())]
     code = {f"code of {name}": source_digest(name) for name in own if is_reference(name)}
@@ -274,7 +274,7 @@ def inputs_there(config: Config, shelf: DataShelf) -> dict[str, str]:
     try:
         return inputs_of(config, shelf.take(config))
     except Exception:
-        # Also whatever a function of one's own raises: a run that has to be made will say it.
+        # Also whatever a function of your own raises: a run that has to be made will say it.
         return {}
 
 

@@ -40,6 +40,7 @@ from quiverfl.experiment_keys import (
 )
 from quiverfl.methods import METHODS, Method, method_title
 from quiverfl.methods.contract import Train
+from quiverfl.provenance import origin
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.run_files import finish, read_json, read_lines
 from quiverfl.run_lines import appending, as_line, history_from
@@ -232,10 +233,18 @@ class RunFolder:
     def _write_beside(self, shares: Mapping[str, Any]) -> None:
         # Of an earlier try that diverged: this one may end otherwise.
         (self.path / "summary.json").unlink(missing_ok=True)
-        self._write("environment.json", _json(environment()))
+        self._write("environment.json", _json(environment() | self._origin()))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **shares)
         self._write("partition.npz", buffer.getvalue())
+
+    def _origin(self) -> dict[str, Any]:
+        """Where the run comes from; one that is resumed comes from where it was begun."""
+        try:
+            before = read_json(self.path / "environment.json")
+        except QuiverError:  # there is none yet, or it cannot be read
+            before = {}
+        return origin() | {k: before[k] for k in ("started", "command") if k in before}
 
     def _check_partition(self, partition: Partition) -> None:
         """Another version of Quiver or numpy may share the same data out otherwise."""

@@ -114,10 +114,10 @@ def test_the_graphs_of_a_run_are_shown(tmp_path):
     assert values["watch"]["window"] == 12
     assert values["watch"]["apart"] == []
     picture = tmp_path / "graph.svg"
-    call("topology", "show", str(folder), "--picture", str(picture), "--picture-round", "11")
+    call("topology", "show", str(folder), "--picture", str(picture), "--picture-round", "12")
     assert picture.exists()
-    with pytest.raises(QuiverError, match="--picture-round 12: 12 were recorded"):
-        call("topology", "show", str(folder), "--picture", str(picture), "--picture-round", "12")
+    with pytest.raises(QuiverError, match="--picture-round 13: 12 were recorded"):
+        call("topology", "show", str(folder), "--picture", str(picture), "--picture-round", "13")
     write_report([folder], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "falls apart: of 3 windows of 10 rounds 2 are not strongly connected" in page

@@ -270,7 +270,7 @@ def test_a_union_that_falls_apart_is_told():
     assert watched.window == 6
     assert watched.apart == (0, 1, 5, 6, 7)
     assert (
-        "of 8 windows of 3 rounds 5 are not strongly connected (rounds 0–2, 1–3, 5–7 and 2 more)"
+        "of 8 windows of 3 rounds 5 are not strongly connected (rounds 1–3, 2–4, 6–8 and 2 more)"
         in (watched.words())
     )
     assert watch([apart] * 4).window is None

@@ -76,7 +76,7 @@ def show(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="option=value, for any other option.")
     ] = None,
-    static: Annotated[bool, typer.Option("--static", help="Keep round 0's draw.")] = False,
+    static: Annotated[bool, typer.Option("--static", help="Keep the first round's draw.")] = False,
     rounds: Annotated[int, typer.Option(help="How many rounds to look at.")] = 50,
     window: Annotated[
         int | None,
@@ -88,7 +88,7 @@ def show(
     picture: Annotated[
         Path | None, typer.Option(help="Draw a round into this file: .png, .svg or .pdf.")
     ] = None,
-    picture_round: Annotated[int, typer.Option(min=0, help="The round to draw.")] = 0,
+    picture_round: Annotated[int, typer.Option(min=1, help="The round to draw.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds.
@@ -153,9 +153,9 @@ def _show_recorded(
             f"`quiver topology show {run.topology}` with its options shows them."
         )
     if picture is not None:
-        if picture_round >= len(graphs):
+        if picture_round > len(graphs):
             raise QuiverError(f"--picture-round {picture_round}: {len(graphs)} were recorded.")
-        _draw_to(graphs[picture_round], picture, f"{run.topology}, round {picture_round}")
+        _draw_to(graphs[picture_round - 1], picture, f"{run.topology}, round {picture_round}")
     watched = watch(graphs, window)
     used = union(graphs).nnz - run.clients
     possible = run.clients * (run.clients - 1)
@@ -195,7 +195,7 @@ def _draw_to(graph: Graph, picture: Path, title: str) -> None:
 def _draw(topology: Topology, round: int, picture: Path) -> None:
     told = [f"{option} {value}" for option, value in topology.options.items() if value is not False]
     title = ", ".join([topology.name, f"{topology.clients} clients", *told, f"round {round}"])
-    _draw_to(first_graphs(topology, round + 1)[round], picture, title)
+    _draw_to(first_graphs(topology, round)[-1], picture, title)
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -285,7 +285,11 @@ def _window(report: TopologyReport) -> str:
 def _diameter(report: TopologyReport) -> str:
     if _left_out(report, "diameter"):
         return "–"
-    first = "none, round 0 is not connected" if report.diameter is None else str(report.diameter)
+    first = (
+        "none, the first round is not connected"
+        if report.diameter is None
+        else str(report.diameter)
+    )
     if report.window is None or report.window == 1:
         return first
     return f"{first}; {report.window_diameter} for {report.window} rounds together"

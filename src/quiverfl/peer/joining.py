@@ -73,7 +73,7 @@ async def join_store(
         return Store.create(
             folder, accounts, memory, entry, agreement.hash, incarnation=incarnation
         )
-    raise QuiverError(f"nobody could be joined: {'; '.join(problems)}.")
+    raise QuiverError(f"no peer could be joined: {'; '.join(problems)}.")
 
 
 async def _pull(

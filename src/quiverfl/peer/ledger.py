@@ -25,7 +25,7 @@ UNIT = 2**48
 PUSH_FLOOR = UNIT // 16
 """Below this a peer pushes only if something has arrived since its last push."""
 PAST = "~"
-"""PEER~STORE is how the books call an evicted peer's past; no peer's name has this sign."""
+"""PEER~STORE is the name of an evicted peer's past in the records; no peer's name has this sign."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def meet(accounts: Accounts, peer: str, incarnation: str) -> Accounts:
     if link.incarnation != incarnation:
         raise QuiverError(
             f"{peer!r} runs on another store than before. If its disk was lost, evict it here "
-            "(quiver peer evict) and let it join anew; if not, give it back its own store."
+            "(quiver peer evict) and let it join again; if not, give it back its own store."
         )
     return accounts
 

@@ -366,7 +366,7 @@ class Node:
             neighbours.absent |= late
 
     async def _breathe(self, t: int) -> None:
-        """Async: go on at once, unless asked to pause or too far ahead of the slowest heard."""
+        """Async: continue at once, unless asked to pause or too far ahead of the slowest heard."""
         if self.settings.pause:
             await self.until(lambda: False, self.settings.pause)
         if self.settings.staleness is not None:

@@ -116,7 +116,7 @@ class Receiver:
         self._trace("after ack")
 
     def _unacceptable(self, sender: str, a: Announcement) -> Reply | None:
-        """Reasons that need neither the body nor the books."""
+        """Reasons that need neither the body nor the accounts."""
         link = self._transactions.accounts.link(sender)
         if a.sender != sender:
             return Reply(word="denied", reason=f"impostor: {sender} announced as {a.sender}")
@@ -292,7 +292,7 @@ async def _in_time(
         done, _ = await asyncio.wait({reading}, timeout=min(seconds, 0.25))
         if done:
             return reading.result()
-    raise WireError("slow", "too slow: the bytes come at a pace that nobody can wait for.")
+    raise WireError("slow", "too slow: the bytes arrive below the rate that a sender must keep up.")
 
 
 def _announced(a: Announcement) -> Transfer:

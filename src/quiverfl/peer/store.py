@@ -148,7 +148,7 @@ class Store:
         return [row[0] for row in self._rows("SELECT body FROM notices ORDER BY rowid")]
 
     def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
-        """Shares taken from others than `receiver`, in the order they came, after so many."""
+        """Shares taken from others than `receiver`, in the order they came, from `rows` on."""
         query = (
             "SELECT * FROM received WHERE refusal = '' AND sender != ? ORDER BY rowid "
             "LIMIT ? OFFSET ?"

@@ -139,8 +139,8 @@ class Transactions:
         """Merge in the order given; the receipts may be acknowledged once this returns.
 
         A share whose sender was evicted after it was chosen is dropped: its link's past is filed
-        away by then, and nobody's books would have this share. A refund whose receiver was evicted
-        is written off already.
+        away by then, and nobody's records would have this share. A refund whose receiver was
+        evicted is written off already.
         """
         chosen, due = list(receipts), list(refunds)
 

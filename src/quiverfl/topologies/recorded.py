@@ -53,7 +53,7 @@ class Watch:
     window: int | None
     """B: every B consecutive graphs together are strongly connected; None: not even all are."""
     apart: tuple[int, ...]
-    """The first rounds of the watched windows that fall apart."""
+    """The first rounds, from 0, of the watched windows that fall apart."""
 
     def words(self) -> str:
         if self.window is None:
@@ -61,7 +61,7 @@ class Watch:
         if not self.apart:
             of = "every round" if self.window == 1 else f"any {self.window} consecutive rounds"
             return f"{of} strongly connected (B = {self.window}) in {self.rounds} rounds."
-        named = ", ".join(f"{t}–{t + self.watched - 1}" for t in self.apart[:FAMOUS])
+        named = ", ".join(f"{t + 1}–{t + self.watched}" for t in self.apart[:FAMOUS])
         more = len(self.apart) - FAMOUS
         return (
             f"falls apart: of {self.rounds - self.watched + 1} windows of {self.watched} rounds "
