@@ -58,6 +58,17 @@ class Simulation:
     def exchange(self) -> Exchange:
         return transformed_exchange(self.transforms, self.method, self.topology, self.settings)
 
+    def shard(self) -> Shard:
+        """All clients, at the start."""
+        return Shard(
+            self.task,
+            self.data,
+            self.method,
+            self.training,
+            self.settings,
+            looks=self.topology.looks,
+        )
+
     def run(
         self,
         recorder: Recorder | None = None,
@@ -71,7 +82,7 @@ class Simulation:
         settings = self.settings
         data = self.data
         with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
-            shard = Shard(self.task, self.data, self.method, self.training, settings)
+            shard = self.shard()
             exchange, history, start = self.exchange(), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)

@@ -7,7 +7,6 @@ that a receiver decodes; codec.py has the bytes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, Self
 
