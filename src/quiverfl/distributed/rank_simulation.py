@@ -107,6 +107,7 @@ class RankSimulation:
             if ranks.any(resume is not None):
                 part = checkpoints.share(resume)
                 ranks.together(lambda: part.apply(shard, exchange))
+                shard.share_view()
                 history, start = part.history.copy(), part.round
 
             def after_round(round: int) -> None:
@@ -154,6 +155,7 @@ class RankSimulation:
             self.settings,
             self.federation,
             self.ranks,
+            self.topology.looks,
         )
 
 

@@ -10,7 +10,6 @@ Both are u' = u + γ (P - I) · k with what others know of a client, k = Q(u) or
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from quiverfl.engine.mixing import Sent, chunk_width, mix
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.topology import uploads
+from quiverfl.topologies.topology import Topology, uploads
 from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.dither import BLOCK, Dither, Draws
 
@@ -61,13 +60,12 @@ class CodedExchange:
         """Everybody's: whoever does not send keeps what it has."""
 
     def weigh(self, outbox: Message, payload: Integers) -> Integers:
-        size = 0
+        saved = 0
         for name, leaf in outbox.items():
-            numbers = leaf[0].numel() if len(leaf) else 0
-            element = leaf.element_size()
-            coded = name != self._mass
-            size += self._compression.bytes_of(numbers, element) if coded else numbers * element
-        return np.where(payload > 0, size, 0)
+            numbers, element = leaf[0].numel() if len(leaf) else 0, leaf.element_size()
+            if name != self._mass:
+                saved += numbers * element - self._compression.bytes_of(numbers, element)
+        return np.where(payload > 0, payload - saved, 0)
 
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         return self._inner.traffic(graph, payload)
@@ -196,10 +194,12 @@ def difference(graph: Graph) -> Difference:
     return Difference(moves, graph.active)
 
 
-def is_fixed(graphs: Callable[[int], Graph], rounds: int) -> bool:
-    """Whether the graph is the same in the first rounds."""
-    first = graphs(0)
-    return all(_same(first, graphs(round)) for round in range(1, min(rounds, 8)))
+def is_fixed(topology: Topology, rounds: int) -> bool:
+    """Whether the graph is the same in the first rounds, whatever clients tell each other."""
+    if topology.looks is not None:
+        return False
+    first = topology(0)
+    return all(_same(first, topology(round)) for round in range(1, min(rounds, 8)))
 
 
 def _same(first: Graph, second: Graph) -> bool:

@@ -59,14 +59,15 @@ class Simulation:
         )
 
     def shard(self) -> Shard:
-        data = trained_on(self.transforms, self.data, self.settings.seed)
+        """All clients, at the start."""
         private = self.transforms.privacy
         return Shard(
             self.task,
-            data,
+            trained_on(self.transforms, self.data, self.settings.seed),
             self.method,
             self.training,
             self.settings,
+            looks=self.topology.looks,
             private=private if isinstance(private, DPSGD) else None,
         )
 

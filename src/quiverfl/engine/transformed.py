@@ -134,6 +134,12 @@ def check_transforms(
         _check_robustness(transforms, method)
     if transforms.privacy is not None:
         require("privacy", "[privacy]")
+        if topology.looks is not None:
+            raise QuiverError(
+                f"[privacy] with {topology.name}: clients would tell each other of their loss or "
+                "model, which nobody accounts for. Use a topology that does not look, such as "
+                "random_push, or leave [privacy] out."
+            )
     if isinstance(transforms.privacy, DPSGD):
         _check_phases(task, method)
     if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
