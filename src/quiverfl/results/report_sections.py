@@ -124,6 +124,12 @@ def mass(groups: Sequence[Group]) -> Markup:
     agreed = [group.label for group in groups if figures.is_agreed(group)]
     if agreed:
         words.append(f"The shared parts are equal after every round: {', '.join(agreed)}.")
+    without = [group.label for group in groups if not figures.records_consensus(group)]
+    if without:
+        words.append(
+            "No consensus distance, as nothing was evaluated yet or no field of the method's "
+            f"state is declared Shared: {', '.join(without)}."
+        )
     return section(
         "mass",
         "Push-sum weight and consensus",
