@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,9 @@ from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 
 if TYPE_CHECKING:
+    from quiverfl.peer.peer import Peer
     from quiverfl.peer.peer_folder import PeerFolder
+    from quiverfl.peer.peer_settings import Outcome
 
 app = typer.Typer(help="Run as a peer between real machines.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
@@ -87,12 +90,14 @@ def run(
     """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to continue."""
     require("peer", "quiver peer")
     from quiverfl.peer.files import StoreError
+    from quiverfl.peer.metrics import log_to_stderr
+    from quiverfl.peer.peer import Peer
     from quiverfl.peer.sender import RestoredBackup
-    from quiverfl.peer.setup import log_to_stderr, run_peer
 
     log_to_stderr()
     try:
-        outcome = asyncio.run(run_peer(_read(folder), join, trust_store))
+        peer = Peer.open(folder, join=join, trust_store=trust_store)
+        outcome = asyncio.run(_until_told(peer))
     except StoreError as problem:
         _exit(EXIT_STORE, str(problem))
     except RestoredBackup as problem:
@@ -232,6 +237,13 @@ def demo(
         raise QuiverError(f"--mode {mode}: it is sync or async.")
     if not run_demo(out, peers, rounds, mode, kills):
         raise typer.Exit(1)
+
+
+async def _until_told(peer: Peer) -> Outcome:
+    """Run it; SIGTERM and Ctrl-C end it in good order."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, peer.stop)
+    return await peer.run()
 
 
 def _read(folder: Path) -> PeerFolder:

@@ -24,6 +24,7 @@ from quiverfl.peer import schema
 from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
     cannot_write,
+    file_size,
     read_checked,
     remove_all_but,
     write_durably,
@@ -140,6 +141,9 @@ class Store:
 
     def payload(self, digest: str) -> bytes:
         return read_checked(self.folder / f"share-{digest}", digest)
+
+    def payload_size(self, digest: str) -> int:
+        return file_size(self.folder / f"share-{digest}")
 
     def shown(self) -> dict[str, str]:
         return {row[0]: row[1] for row in self._rows("SELECT sender, body FROM shown")}

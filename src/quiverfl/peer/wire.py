@@ -107,7 +107,7 @@ class Announcement(_Control):
     incarnation: Token
     seq: Annotated[int, Field(ge=1, lt=2**62)]
     round: Count
-    units: Annotated[int, Field(ge=1, lt=2**62)]
+    units: Count  # 0 for a copy, which carries no mass
     nbytes: Count
     digest: Hash
     proof: Proof = ""  # this share, signed by its sender
