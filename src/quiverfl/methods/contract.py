@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from quiverfl.methods.options import check_values
+from quiverfl.methods.options import check_options
 from quiverfl.methods.state import State
 from quiverfl.task import Point, Seen, Task
 from quiverfl.training import Training
@@ -167,7 +167,7 @@ class Method(Protocol[S]):
         return 0
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_options(self)
 
     def init(self, task: Task, start: Start) -> S: ...
     def phases(self, task: Task) -> tuple[Phase[S], ...]: ...

@@ -42,7 +42,7 @@ UnitInterval: TypeAlias = Annotated[float, Bound("a number in [0, 1]", 0, 1)]
 Fraction: TypeAlias = Annotated[float, Bound("a number in (0, 1]", 0, 1, open=True)]
 
 
-def check_values(method: Any) -> None:
+def check_options(method: Any) -> None:
     """Refuse a value that its option's type does not allow; say which would be."""
     if not is_dataclass(method):
         return
