@@ -42,6 +42,11 @@ class Entry:
     trained: float  # by how much training moved the sum before this commit
     scale: float  # sum of magnitudes after it
 
+    @property
+    def finite(self) -> bool:
+        figures = (self.total, self.total_in, self.total_out, self.trained, self.scale)
+        return all(map(math.isfinite, figures))
+
     def rounding(self, before: float) -> float:
         """What float32 arithmetic added or dropped in this commit."""
         expected = math.fsum([before, self.trained, self.total_in, -self.total_out])
@@ -199,13 +204,18 @@ def _own_books(book: Statement, report: Report) -> None:
     for number, entry in enumerate(book.entries):
         if units + entry.units_in - entry.units_out != entry.units:
             report.blame(book.name, f"{book.name}: entry {number} does not add up in mass.")
+        if not entry.finite:
+            report.blame(
+                book.name,
+                f"{book.name}: entry {number} is not finite: its training diverged, or it sent "
+                "what is no number.",
+            )
+            break
         if number and abs(entry.rounding(total)) > ROUNDING * max(entry.scale, 1e-30):
             report.blame(book.name, f"{book.name}: entry {number} does not add up in u.")
         units, total = entry.units, entry.total
-    if units != book.units:
-        report.blame(book.name, f"{book.name}: its account does not match its last entry.")
-    if total != book.total:
-        report.blame(book.name, f"{book.name}: its stored state is not the one it last committed.")
+    else:
+        _last_entry(book, units, total, report)
     moved_in = sum(r.transfer.units for r in book.received if not r.refusal)
     moved_out = sum(s.transfer.units for s in book.sent if s.status != "refunded")
     started = sum(e.units_in for e in book.entries if e.kind in OPENING)
@@ -221,6 +231,13 @@ def _own_books(book: Statement, report: Report) -> None:
     report.units += book.units
     report.written_off += book.written_off
     report.expected += UNIT - book.written_off  # whatever its own first entry says
+
+
+def _last_entry(book: Statement, units: int, total: float, report: Report) -> None:
+    if units != book.units:
+        report.blame(book.name, f"{book.name}: its account does not match its last entry.")
+    if total != book.total:
+        report.blame(book.name, f"{book.name}: its stored state is not the one it last committed.")
 
 
 def _proofs(book: Statement, report: Report, genuine: Genuine) -> None:
@@ -263,7 +280,7 @@ def _links(
         for sender in inside:
             if sender != name:
                 _link(inside[sender], book, report, live, sums, genuine)
-    scale = math.fsum(e.scale for b in inside.values() for e in b.entries[-1:])
+    scale = math.fsum(e.scale for b in inside.values() for e in b.entries[-1:] if e.finite)
     report.drift = abs(math.fsum(sums)) / max(scale, 1e-30)
     if report.drift > DRIFT:
         report.problems.append(f"u changed on the way: drift {report.drift:.1e} > {DRIFT:.0e}.")
@@ -308,7 +325,8 @@ def _link(
         if not _same(sent[seq].transfer, received.transfer):
             culprit = signer("share", received.transfer, sender.name, receiver.name)
             report.blame(culprit, f"{name} number {seq} is not what was sent.")
-        if not received.refusal:
+        numbers = (received.transfer.total, sent[seq].transfer.total)
+        if not received.refusal and all(map(math.isfinite, numbers)):
             sums += [received.transfer.total, -sent[seq].transfer.total]
     for seq, line in sent.items():
         applied = seq in got and not got[seq].refusal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,9 @@ class Learner(Protocol):
 
     def merge(self, message: Mapping[str, Array], mass: float) -> None: ...
     def restore(self, rest: Mapping[str, Array]) -> None: ...
+    def amend(self, lr: float | None, rounds: int) -> None:
+        """The run was changed: it has so many rounds, and this learning rate if one is given."""
+
     def evaluate(self, round: int, stage: str) -> dict[str, float]: ...
     def model(self) -> Leaves:
         """The personal model, by parameter name."""
@@ -97,6 +101,12 @@ class ShardLearner:
                     "start a new folder."
                 )
         self._shard.state = self._shard.state._replace(**fields)
+
+    def amend(self, lr: float | None, rounds: int) -> None:
+        context = self._shard.context
+        context.rounds = rounds
+        if lr is not None:
+            context.training = replace(context.training, lr=lr)
 
     def evaluate(self, round: int, stage: str) -> dict[str, float]:
         metrics = self._shard.evaluate(round, stage)
