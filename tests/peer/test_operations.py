@@ -104,9 +104,9 @@ def test_a_run_is_extended_and_slowed_down_by_agreement(tmp_path: Path) -> None:
         """The same by hand: what a plan from the beginning would have come to."""
         train = node.learner.train
 
-        def training(round: int, active: bool, share: float) -> None:
+        def training(round: int, *values: Any) -> None:
             node.learner.amend(0.05 if round >= 3 else None, 8)
-            train(round, active, share)
+            train(round, *values)
 
         node.learner.train = training  # type: ignore[method-assign]
 

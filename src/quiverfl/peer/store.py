@@ -25,6 +25,7 @@ from quiverfl.peer import schema
 from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
     cannot_write,
+    file_size,
     read_checked,
     remove_all_but,
     write_durably,
@@ -152,6 +153,9 @@ class Store:
     def payload(self, digest: str) -> bytes:
         return read_checked(self.folder / f"share-{digest}", digest)
 
+    def payload_size(self, digest: str) -> int:
+        return file_size(self.folder / f"share-{digest}")
+
     def shown(self) -> dict[str, str]:
         return {row[0]: row[1] for row in self._rows("SELECT sender, body FROM shown")}
 
@@ -166,7 +170,7 @@ class Store:
         return [Terms.model_validate(terms) for terms in json.loads(self.meta("terms") or "[]")]
 
     def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
-        """Shares taken from others than `receiver`, in the order they came, after so many."""
+        """Shares taken from others than `receiver`, in the order they came, from `rows` on."""
         query = (
             "SELECT * FROM received WHERE refusal = '' AND sender != ? ORDER BY rowid "
             "LIMIT ? OFFSET ?"
