@@ -130,19 +130,26 @@ def _silent(node: Node) -> None:
 # What the books say
 
 
-async def _minting(folder: Path, options: Options, progress: Progress) -> None:
-    """It opens its account with a thousand, and pays with it."""
-    build(folder, options).store.close()
-    database = sqlite3.connect(folder / "store" / "peer.sqlite")
-    extra = 999 * UNIT
+def _minting(extra: int) -> Way:
+    """It opens its account with more than 1, and pays with it."""
+
+    async def way(folder: Path, options: Options, progress: Progress) -> None:
+        build(folder, options).store.close()
+        _mint(folder / "store" / "peer.sqlite", extra)
+        async with member(folder, options):
+            await never()
+
+    return way
+
+
+def _mint(path: Path, extra: int) -> None:
+    database = sqlite3.connect(path)
     database.execute("UPDATE entries SET units = units + ?, units_in = units_in + ?", (extra,) * 2)
     body = json.loads(database.execute("SELECT body FROM account").fetchone()[0])
     body["units"] += extra
     database.execute("UPDATE account SET body = ?", (json.dumps(body),))
     database.commit()
     database.close()
-    async with member(folder, options):
-        await never()
 
 
 async def _double_spending(folder: Path, options: Options, progress: Progress) -> None:
@@ -353,7 +360,8 @@ def _connections(address: str, count: int) -> list[socket.socket]:
 WAYS: dict[str, Way] = {
     "slow": spoilt(_slow),
     "silent": spoilt(_silent),
-    "minting": _minting,
+    "minting": _minting(999 * UNIT),
+    "minting a little": _minting(2 * UNIT),
     "double spending": _double_spending,
     "replaying": spoilt(_replaying),
     "equivocating": spoilt(_equivocating),
@@ -369,6 +377,7 @@ WAYS: dict[str, Way] = {
 
 TOLD_BY_THE_BOOKS = {
     "minting",
+    "minting a little",
     "double spending",
     "equivocating",
     "not a number",

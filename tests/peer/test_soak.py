@@ -67,8 +67,7 @@ async def play(folders: list[Path], rounds: int) -> None:
                     proof = signing.proof(papers[peer], "share", share, agreed, pair)
                     body = node.agreement.manifest.unpack(other.store.payload(share.digest))
                     receipts.append((replace(share, proof=proof), body))
-            rest = node.transactions.memory.rest
-            await node.transactions.absorb(receipts, [], rest, finish=True)
+            await node.transactions.absorb(receipts, [], finish=True)
         for name, node in nodes.items():
             for peer, share in list(node.transactions.accounts.outbox.items()):
                 pair = (stores[name], stores[peer])

@@ -69,6 +69,10 @@ class Unreachable(Exception):
 class OlderProtocol(Unreachable):
     """The other side does not know this version of the protocol; it may know an older one."""
 
+    def __init__(self, tried: int, refusal: str) -> None:
+        super().__init__(refusal)
+        self.tried = tried
+
 
 class Line:
     """A stream that a neighbour has opened to fetch a share over it, as it cannot be called."""
@@ -263,8 +267,8 @@ class Sender:
         while True:
             try:
                 return await self._hello(timeout)
-            except OlderProtocol:
-                self._protocol -= 1
+            except OlderProtocol as problem:
+                self._protocol = min(self._protocol, problem.tried - 1)
 
     async def _hello(self, timeout: float | None) -> Hello:
         hello = self._compose(self.peer, self._protocol)
@@ -306,8 +310,8 @@ class Sender:
 
     async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
         if greeting.hello is None:
-            if greeting.refusal.startswith(OTHER_PROTOCOL) and self._protocol > OLDEST:
-                raise OlderProtocol(greeting.refusal)
+            if greeting.refusal.startswith(OTHER_PROTOCOL) and hello.protocol > OLDEST:
+                raise OlderProtocol(hello.protocol, greeting.refusal)
             self._on_refusal(self.peer)  # the reason may be news that this peer has missed
             raise Unreachable(f"{self.peer} refuses: {greeting.refusal}")
         pem = greeting.certificate.encode()
