@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from quiverfl.peer.doctor import Finding, examine
@@ -27,8 +26,11 @@ def consult(folder: Path, timeout: float, as_json: bool) -> bool:
 
 
 def _print(found: list[Finding]) -> None:
-    table = Table("what", "", "found", "remedy", show_lines=False)
+    """A line for each, and below it what to do."""
+    console, width = Console(highlight=False), max(len(finding.about) for finding in found)
     for finding in found:
-        level = Text(finding.level, style=COLOURS[finding.level])
-        table.add_row(finding.about, level, Text(finding.text), Text(finding.remedy))
-    Console().print(table)
+        line = Text(f"{finding.level:9}", style=COLOURS[finding.level])
+        line.append(f" {finding.about:{width}}  {finding.text}", style="default")
+        console.print(line, soft_wrap=True)
+        if finding.remedy:
+            console.print(Text(" " * (width + 12) + finding.remedy), soft_wrap=True)

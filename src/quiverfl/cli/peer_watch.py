@@ -35,13 +35,14 @@ def table_of(peers: list[SeenPeer]) -> Group:
         Text(f"{name} → {link.neighbour} waits for {link.waiting_seconds:,.0f} s", style="yellow")
         for name, link in waiting(peers)
     ]
+    unseen = [Text(f"{p.name} {p.problem}", style="red") for p in peers if p.problem]
     total = sum(peer.values.get("mass", 0.0) for peer in peers)
-    return Group(table, Text(f"mass that can be seen: {total:.6f}"), *links)
+    return Group(table, Text(f"mass that can be seen: {total:.6f}"), *links, *unseen)
 
 
 def _row(peer: SeenPeer) -> Iterator[str | Text]:
     if peer.problem:
-        yield from (peer.name, Text(peer.problem, style="red"))
+        yield from (peer.name, Text("not seen", style="red"))
         return
     score = main_score(peer)
     yield from (peer.name, peer.state)
