@@ -25,6 +25,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.methods.contract import Interleaved, Message, Method, Once
 from quiverfl.methods.optional import Weighs
+from quiverfl.methods.state import replicated
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.adversary import ForgedMass, attackers
@@ -173,7 +174,13 @@ def _check_message(
             "not sampled has no share with which a rest could stay. Name a topology without a "
             f"server, such as random_push or random_regular, or leave [{section}] out."
         )
-    _check_leaves(section, task, method, method.message(first_state(task, data, method, settings)))
+    state = first_state(task, data, method, settings)
+    if replicated(type(state)):
+        raise QuiverError(
+            f"{method.title} keeps a server's state of which every client has the same copy; what "
+            f"one client leaves out or alters would make copies differ. {out}"
+        )
+    _check_leaves(section, task, method, method.message(state))
 
 
 def _check_phases(task: Task, method: Method) -> None:
