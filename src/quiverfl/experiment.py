@@ -68,9 +68,8 @@ class Experiment(Shown):
         method = make_method(config)
         found = load_data(config) if dataset is None else dataset
         shares = share_out(config, found)
-        data = federate(
-            found, shares, None if config.data.augment == "none" else config.data.augment
-        )
+        augment = None if config.data.augment == "none" else config.data.augment
+        data = federate(found, shares, augment, config.data.mapped)
         topology = topology_for(config, method, data.clients)
         return cls(config, found, make_task(config, found), data, shares, method, topology)
 
@@ -322,6 +321,7 @@ def make_task(config: Config, dataset: Dataset) -> Task:
         personal=config.model.personal,
         loss=config.task.loss,
         metrics=config.task.metrics,
+        inputs=config.task.inputs,
     )
 
 

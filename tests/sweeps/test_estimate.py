@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from quiverfl.cli.overview import Account, _Bars, _Lines
 from quiverfl.config import Config, parse
 from quiverfl.data.sources import load_dataset
 from quiverfl.sweeps import estimate as estimating
 from quiverfl.sweeps.estimate import Estimate, cost_class, estimate, trial
 from quiverfl.sweeps.layout import Places
+from quiverfl.sweeps.overview import Account, _Bars, _Lines
 from quiverfl.sweeps.plan import Cell
 from quiverfl.sweeps.where import Outcome
 

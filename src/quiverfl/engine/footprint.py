@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.data.federated import FederatedData, Split
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.split import Split
 from quiverfl.engine.programs import Program, is_convolutional
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.workers import MOST
@@ -141,7 +142,9 @@ def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunS
 
 
 def _bytes(split: Split) -> int:
-    return sum(int(leaf.nbytes) for _, leaf in leaves((split.x, split.y)))
+    """Inputs that stay on disk take none."""
+    parts = (split.x, split.y) if split.places is None else (split.y,)
+    return sum(int(leaf.nbytes) for _, leaf in leaves(parts))
 
 
 def _chunk(task: Task, settings: RunSettings) -> int:

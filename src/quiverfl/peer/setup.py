@@ -42,6 +42,7 @@ from quiverfl.peer.peer_settings import Outcome
 from quiverfl.peer.store import NoStore, Store
 from quiverfl.seeds import stream
 from quiverfl.topologies.topology import Topology
+from quiverfl.trees import mapped
 
 HISTORY, CACHE = "history.jsonl", "cache"
 Record = Callable[[dict[str, Any]], None]
@@ -89,7 +90,8 @@ def build_learner(folder: PeerFolder) -> tuple[ShardLearner, Topology, Config]:
 
 def _own_share(config: Config, dataset: Dataset, number: int) -> FederatedData:
     augment = None if config.data.augment == "none" else config.data.augment
-    return federate(dataset, share_out(config, dataset), augment).only([number])
+    shares = share_out(config, dataset)
+    return federate(dataset, shares, augment, config.data.mapped).only([number])
 
 
 def dataset_of(folder: PeerFolder, config: Config) -> Dataset:
@@ -115,14 +117,15 @@ def _held_out(dataset: Dataset, share: float) -> Dataset:
     order = stream(0, "peer test", len(dataset.train_y)).permutation(len(dataset.train_y))
     count = max(1, int(len(order) * share))
     test, train = np.sort(order[:count]), np.sort(order[count:])
+    learned = dataset.train_target
     return replace(
         dataset,
-        train_x=dataset.train_x[train],
+        train_x=mapped(lambda leaf: leaf[train], dataset.train_x),
         train_y=dataset.train_y[train],
-        test_x=dataset.train_x[test],
+        test_x=mapped(lambda leaf: leaf[test], dataset.train_x),
         test_y=dataset.train_y[test],
-        train_target=None if dataset.train_target is None else dataset.train_target[train],
-        test_target=None if dataset.train_target is None else dataset.train_target[test],
+        train_target=None if learned is None else mapped(lambda leaf: leaf[train], learned),
+        test_target=None if learned is None else mapped(lambda leaf: leaf[test], learned),
         train_owner=None,
         test_owner=None,
         owner_names=(),
