@@ -125,7 +125,7 @@ def test_images_and_owners_that_are_class_labels() -> None:
         (lambda: made().to_iterable_dataset(), {}, "a IterableDataset: give a datasets.Dataset"),
         (lambda: datasets.DatasetDict({"dev": made()}), {}, "no part 'train'; it has dev"),
         (lambda: [1, 2], {}, "a list: give"),
-        (made, {"features": "input_ids"}, "has not the form of the first"),
+        (made, {"features": "input_ids"}, "does not have the shape of the first"),
         (made, {"label": "lable"}, "no column 'lable'; did you mean 'label'"),
         (made, {"pads": 0}, "no option 'pads'"),
         (made, {}, "column 'input_ids' holds lists and column 'writer' does not"),

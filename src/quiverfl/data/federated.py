@@ -50,7 +50,7 @@ class FederatedData(Shown):
     normalize: Prepare | None = None
     """What was done to the inputs before they came here: a model in use must do it, too."""
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """How `partition` made it, as [data] of a configuration says it; empty for one's own arrays."""
+    """How `partition` made it, as [data] of a configuration says it; empty for your own arrays."""
 
     @classmethod
     def from_arrays(

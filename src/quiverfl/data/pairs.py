@@ -60,7 +60,7 @@ def _tensor(where: str, part: Any) -> Tensor:
         return torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).rstrip(". ")
-        raise QuiverError(f"{where}: a {type(part).__name__} is no array: {said}.") from error
+        raise QuiverError(f"{where}: a {type(part).__name__} is not an array: {said}.") from error
 
 
 def _check_rows(where: str, x: Tree, y: Tree) -> int:
@@ -88,8 +88,8 @@ def _check_like(where: str, what: str, tree: Tree, first: Tree) -> None:
     mine, theirs = dict(leaves(tree)), dict(leaves(first))
     if list(mine) != list(theirs):
         raise QuiverError(
-            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: the same, in the "
-            "same order."
+            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: give the same, in "
+            "the same order."
         )
     for path, leaf in mine.items():
         if leaf.shape[1:] != theirs[path].shape[1:]:

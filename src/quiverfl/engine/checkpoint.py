@@ -53,7 +53,7 @@ class Checkpoint:
         return cls(round, tensors, shard.local.metrics, history)
 
     def copy(self) -> Checkpoint:
-        """One that stays as it is while the run goes on."""
+        """A copy that stays as it is while the run continues."""
         return Checkpoint(
             self.round,
             {name: leaf.clone() for name, leaf in self.tensors.items()},

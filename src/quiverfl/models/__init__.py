@@ -30,9 +30,9 @@ MODELS: dict[str, ModelFactory] = {
 
 
 def make_model(name: str, input_shape: Any, classes: Any, **options: Any) -> nn.Module:
-    """A fresh model by its name in MODELS, or one's own by `module:function`.
+    """A fresh model by its name in MODELS, or your own by `module:function`.
 
-    Of several inputs or targets one's own is given a dictionary of shapes, or of numbers.
+    Of several inputs or targets your own is given a dictionary of shapes, or of numbers.
     """
     factory = check_model(name, options)
     for what, said in (("inputs", input_shape), ("targets", classes)):
@@ -44,7 +44,7 @@ def make_model(name: str, input_shape: Any, classes: Any, **options: Any) -> nn.
     try:
         model = factory(input_shape, classes, **options)
     except Exception as error:
-        # Also whatever a function of one's own raises: where it did is all they need.
+        # Also whatever a function of your own raises: where it did is all they need.
         raise QuiverError(
             f"model {name!r} cannot be made for inputs {_sides(input_shape)}, {classes} classes "
             f"and options {options}: {type(error).__name__}: {error} ({origin(error)})"
