@@ -21,8 +21,8 @@ Integers = npt.NDArray[np.int64]
 
 READ = 64 << 20
 """Bytes of a file that may be in memory before its pages are forgotten."""
-AROUND = 64 << 10
-"""What the system brings into memory around a byte that is read."""
+AROUND = 2 << 20
+"""What the system may bring into memory around a byte that is read: a large page."""
 
 
 class Examples:
