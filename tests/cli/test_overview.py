@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from quiverfl.cli.overview import overview
+from quiverfl.sweeps.overview import overview
 
 from quiverfl.config import parse
 from quiverfl.sweeps.plan import Cell
