@@ -214,7 +214,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (used + (extra << 20), resource.RLIM_IN
 before = peak()
 experiment = qv.Experiment.of({
     "data": {"name": "npz", "clients": 20, "partition": "iid", "mapped": mapped,
-             "options": {"path": path, "cache": cache}},
+             "test_per_client": 200, "options": {"path": path, "cache": cache}},
     "model": {"hidden": [8]},
     "training": {"batch_size": 64},
     "run": {"rounds": 1, "threads": 1},
@@ -250,6 +250,6 @@ def test_a_file_larger_than_the_memory_that_is_allowed(tmp_path: Path) -> None:
     first = child("mapped")  # writes the cache, too
     assert first.returncode == 0, first.stderr
     found = json.loads(first.stdout)
-    assert found["peak"] - found["before"] < 250  # MB; the file has 480
+    assert found["peak"] - found["before"] < 240  # MB, half of what the file has
     assert found["accuracy"] > 0.9
     assert "Memory" in child("loaded").stderr  # where the limit is one
