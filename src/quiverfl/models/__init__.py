@@ -29,25 +29,16 @@ MODELS: dict[str, ModelFactory] = {
 }
 
 
-def make_model(name: str, input_shape: Any, classes: Any, **options: Any) -> nn.Module:
-    """A fresh model by its name in MODELS, or your own by `module:function`.
-
-    Of several inputs or targets your own is given a dictionary of shapes, or of numbers.
-    """
+def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    """A fresh model by its name in MODELS, or your own by `module:function`."""
     factory = check_model(name, options)
-    for what, said in (("inputs", input_shape), ("targets", classes)):
-        if isinstance(said, dict) and name in MODELS:
-            raise QuiverError(
-                f"model {name!r} cannot be made for several {what} ({', '.join(said)}): name a "
-                "model of your own, module:function."
-            )
     try:
         model = factory(input_shape, classes, **options)
     except Exception as error:
         # Also whatever a function of your own raises: where it did is all they need.
         raise QuiverError(
-            f"model {name!r} cannot be made for inputs {_sides(input_shape)}, {classes} classes "
-            f"and options {options}: {type(error).__name__}: {error} ({origin(error)})"
+            f"model {name!r} cannot be made for inputs {list(input_shape)}, {classes} classes and "
+            f"options {options}: {type(error).__name__}: {error} ({origin(error)})"
         ) from error
     if not isinstance(model, nn.Module):
         raise QuiverError(
@@ -72,7 +63,3 @@ def model_factory(name: str) -> ModelFactory:
             f"unknown model {name!r}; {nearest(name, MODELS)} Your own: module:function."
         )
     return MODELS[name]
-
-
-def _sides(input_shape: Any) -> Any:
-    return input_shape if isinstance(input_shape, dict) else list(input_shape)
