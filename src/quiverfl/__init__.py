@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         Positive,
         UnitInterval,
     )
-    from quiverfl.methods.state import Personal, Scalar, Shared
+    from quiverfl.methods.state import Personal, Replicated, Scalar, Shared
     from quiverfl.models import MODELS, make_model
     from quiverfl.models.group_norm import group_norm
     from quiverfl.models.lora import lora
@@ -161,6 +161,7 @@ __all__ = [
     "Positive",
     "PushDIGing",
     "QuiverError",
+    "Replicated",
     "Run",
     "RunSettings",
     "SavedRun",
@@ -265,6 +266,7 @@ _PLACES = {
     "Positive": "quiverfl.methods.options",
     "UnitInterval": "quiverfl.methods.options",
     "Personal": "quiverfl.methods.state",
+    "Replicated": "quiverfl.methods.state",
     "Scalar": "quiverfl.methods.state",
     "Shared": "quiverfl.methods.state",
     "group_norm": "quiverfl.models.group_norm",
