@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from quiverfl.sweeps.overview import overview
 
 from quiverfl.config import parse
+from quiverfl.sweeps.overview import overview
 from quiverfl.sweeps.plan import Cell
 from quiverfl.sweeps.where import Outcome
 
