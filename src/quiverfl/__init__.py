@@ -103,6 +103,7 @@ if TYPE_CHECKING:
         unreliable,
     )
     from quiverfl.training import Training
+    from quiverfl.transforms.compression import Quantize, RandomK, TopK
 
 __version__ = "0.2.0"
 
@@ -160,7 +161,9 @@ __all__ = [
     "Point",
     "Positive",
     "PushDIGing",
+    "Quantize",
     "QuiverError",
+    "RandomK",
     "Replicated",
     "Run",
     "RunSettings",
@@ -172,6 +175,7 @@ __all__ = [
     "Swept",
     "Task",
     "TensorBoard",
+    "TopK",
     "Topology",
     "Train",
     "Trained",
@@ -303,6 +307,9 @@ _PLACES = {
     "torus": "quiverfl.topologies",
     "unreliable": "quiverfl.topologies",
     "Training": "quiverfl.training",
+    "Quantize": "quiverfl.transforms.compression",
+    "RandomK": "quiverfl.transforms.compression",
+    "TopK": "quiverfl.transforms.compression",
     "Dataset": "quiverfl.data.dataset",
     "from_huggingface": "quiverfl.data.sources.huggingface",
     "from_torch": "quiverfl.data.sources.torch_items",
