@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         Positive,
         UnitInterval,
     )
-    from quiverfl.methods.state import Personal, Scalar, Shared
+    from quiverfl.methods.state import Personal, Replicated, Scalar, Shared
     from quiverfl.models import MODELS, make_model
     from quiverfl.models.group_norm import group_norm
     from quiverfl.models.lora import lora
@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         unreliable,
     )
     from quiverfl.training import Training
+    from quiverfl.transforms.compression import Quantize, RandomK, TopK
 
 __version__ = "0.2.0"
 
@@ -157,7 +158,10 @@ __all__ = [
     "Point",
     "Positive",
     "PushDIGing",
+    "Quantize",
     "QuiverError",
+    "RandomK",
+    "Replicated",
     "Run",
     "RunSettings",
     "SavedRun",
@@ -167,6 +171,7 @@ __all__ = [
     "Start",
     "Task",
     "TensorBoard",
+    "TopK",
     "Topology",
     "Train",
     "Trained",
@@ -258,6 +263,7 @@ _PLACES = {
     "Positive": "quiverfl.methods.options",
     "UnitInterval": "quiverfl.methods.options",
     "Personal": "quiverfl.methods.state",
+    "Replicated": "quiverfl.methods.state",
     "Scalar": "quiverfl.methods.state",
     "Shared": "quiverfl.methods.state",
     "group_norm": "quiverfl.models.group_norm",
@@ -294,6 +300,9 @@ _PLACES = {
     "torus": "quiverfl.topologies",
     "unreliable": "quiverfl.topologies",
     "Training": "quiverfl.training",
+    "Quantize": "quiverfl.transforms.compression",
+    "RandomK": "quiverfl.transforms.compression",
+    "TopK": "quiverfl.transforms.compression",
     "Dataset": "quiverfl.data.dataset",
     "load_dataset": "quiverfl.data.sources",
     "partition": "quiverfl.data.sharing",
