@@ -48,6 +48,17 @@ class Simulation:
         if self.settings.arithmetic == "peers":
             splitting(self.method, self.topology, self.settings.rounds)
 
+    def shard(self) -> Shard:
+        """All clients, at the start."""
+        return Shard(
+            self.task,
+            self.data,
+            self.method,
+            self.training,
+            self.settings,
+            looks=self.topology.looks,
+        )
+
     def run(
         self,
         recorder: Recorder | None = None,
@@ -61,7 +72,7 @@ class Simulation:
         settings = self.settings
         data = self.data
         with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
-            shard = Shard(self.task, self.data, self.method, self.training, settings)
+            shard = self.shard()
             exchange = exchange_for(self.method, self.topology, settings)
             history, start = History(), 0
             if resume is not None:
