@@ -107,11 +107,12 @@ def _made(config: Config, ranks: Ranks) -> _Made:
         ranks,
         federation,
         make_task(config, dataset),
-        federate(dataset, here, augment),
+        federate(dataset, here, augment, config.data.mapped),
         method,
         topology_for(config, method, shares.clients),
         config.training.training(),
         settings,
+        config.transforms(),
     )
     return _Made(config, inputs_of(config, dataset), shares, simulation)
 

@@ -7,12 +7,14 @@ shapes. What frameworks and libraries need for themselves is a round number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.data.federated import FederatedData, Split
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.split import Split
 from quiverfl.engine.programs import Program, is_convolutional
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.workers import MOST
@@ -127,6 +129,14 @@ def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tree:
 
 def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> int:
     """Of one client, with its messages in flight."""
+    state = first_state(task, data, method, settings)
+    own = sum(leaf.nbytes for leaf in state)
+    message = sum(leaf.nbytes for leaf in method.message(state).values()) if method.delay else 0
+    return int(own + method.delay * message)
+
+
+def first_state(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> Any:
+    """What one client might start with: its fields have the shapes of everybody's."""
     point = Point(*(part.to(settings.dtype) for part in task.initial(settings.seed)))
     program = Program.of(task, settings.dtype, torch.device("cpu"))
     with torch.no_grad():
@@ -134,14 +144,13 @@ def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunS
             program.named(point), _inputs(data, 1, settings.dtype), program.head is not None
         )
     shapes = (tuple(part.shape[1:]) for part in (seen.features, first_leaf(seen.outputs)))
-    state = method.init(task, Start(point, point, 1, np.random.default_rng(0), *shapes))
-    own = sum(leaf.nbytes for leaf in state)
-    message = sum(leaf.nbytes for leaf in method.message(state).values()) if method.delay else 0
-    return int(own + method.delay * message)
+    return method.init(task, Start(point, point, 1, np.random.default_rng(0), *shapes))
 
 
 def _bytes(split: Split) -> int:
-    return sum(int(leaf.nbytes) for _, leaf in leaves((split.x, split.y)))
+    """Inputs that stay on disk take none."""
+    parts = (split.x, split.y) if split.places is None else (split.y,)
+    return sum(int(leaf.nbytes) for _, leaf in leaves(parts))
 
 
 def _chunk(task: Task, settings: RunSettings) -> int:
