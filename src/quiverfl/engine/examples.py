@@ -9,8 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.data.augmentation import CropFlip
 from quiverfl.data.federated import FederatedData, Split
 from quiverfl.engine.byte_images import ByteImages
+from quiverfl.engine.picks import Picks, moved
 from quiverfl.seeds import Hashes
 from quiverfl.trees import Tree, mapped
 
@@ -56,25 +58,39 @@ class Examples:
         self, rows: Integers, samples: Integers, keys: Hashes | None = None
     ) -> tuple[Tree, Tree]:
         """Inputs and targets [k, n, …] of the samples [k, n] of the clients in these rows."""
-        flat = (self._split.offsets[rows][:, None] + samples).ravel()
-        places = torch.from_numpy(flat).to(self._device)
+        (picks,) = moved([self.pick(rows, samples, keys)], self._device)
+        return self.take(picks)
+
+    def pick(self, rows: Integers, samples: Integers, keys: Hashes | None = None) -> Picks:
+        """Where these samples lie, and what augmentation draws for them."""
+        places = torch.from_numpy(self._split.offsets[rows][:, None] + samples)
+        if keys is None or self._images is not None or type(self._augment) is not CropFlip:
+            return Picks(places, keys=keys)
+        draws = self._augment.draws(keys.ravel())
+        return Picks(places, cuts=tuple(torch.from_numpy(draw) for draw in draws))
+
+    def take(self, picks: Picks) -> tuple[Tree, Tree]:
+        """Inputs and targets [k, n, …] of what was picked, whose places are on the device."""
+        places = picks.places.reshape(-1)
 
         def taken(leaf: Tensor) -> Tensor:
             return leaf.index_select(0, places)
 
         def shaped(leaf: Tensor) -> Tensor:
-            return leaf.view(*samples.shape, *leaf.shape[1:])
+            return leaf.view(*picks.places.shape, *leaf.shape[1:])
 
         if self._images is not None:
-            x: Tree = self._images.take(flat, keys)
+            x: Tree = self._images.take(places.numpy(), picks.keys)
         else:
-            x = self._ready(mapped(taken, self._split.x), keys)
+            x = self._ready(mapped(taken, self._split.x), picks)
         return mapped(shaped, x), mapped(lambda leaf: shaped(taken(leaf)), self._split.y)
 
-    def _ready(self, x: Tree, keys: Hashes | None) -> Tree:
+    def _ready(self, x: Tree, picks: Picks) -> Tree:
         if self._prepare is not None:
             x = self._prepare(x)
         x = mapped(lambda leaf: leaf.to(self._dtype) if leaf.is_floating_point() else leaf, x)
-        if self._augment is not None and keys is not None:
-            x = self._augment(x, keys.ravel())
+        if type(self._augment) is CropFlip and picks.cuts:
+            return self._augment.cut(x, *picks.cuts)
+        if self._augment is not None and picks.keys is not None:
+            return self._augment(x, picks.keys.ravel())
         return x
