@@ -23,7 +23,7 @@ LAYERS = [
     {"callbacks"},
     {"config", "run_lines"},
     {"run_folder"},
-    {"experiment"},
+    {"experiment", "doctor"},
     {"saved_runs"},
     {"export", "comparison"},
     {"distributed"},
