@@ -16,7 +16,7 @@ from benchmarks.figures import Figure
 from benchmarks.works import WORKS, smaller
 from quiverfl import keep_freed_memory
 
-PARTS = ("A", "B", "C", "D", "E", "F", "G", "run")
+PARTS = ("A", "B", "C", "D", "E", "F", "G", "H", "run")
 REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5}
 RESULT, QUICK_RESULT = Path("runs/bench/result.json"), Path("runs/bench/quick.json")
 DOCUMENT = Path("docs/performance.md")

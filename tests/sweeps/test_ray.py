@@ -85,13 +85,13 @@ def lines(places: Places, cell: Cell) -> list[dict[str, Any]]:
     return read_lines(places.run(cell) / "history.jsonl")
 
 
-@pytest.fixture
-def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a cluster of one node with two cores."""
+@pytest.fixture(scope="module")
+def one_node() -> Iterator[str]:
+    """The address of a cluster of one node with two cores, started once."""
     import ray
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
