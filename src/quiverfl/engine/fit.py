@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.execution import check_compile
 from quiverfl.engine.model_checks import check_model
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, QuiverWarning, nearest
@@ -62,6 +63,7 @@ def check_fit(
         phase_settings(phase, training)
     fitting(method, topology(0))
     check_model(task, data, settings.executor)
+    check_compile(task, data, method, settings)
     for key in method.unused:
         if not hasattr(training, key):
             known = nearest(key, Training.__dataclass_fields__)

@@ -14,6 +14,7 @@ from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
+from quiverfl.engine.precision import computing
 from quiverfl.engine.programs import is_convolutional
 from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
@@ -57,8 +58,13 @@ class Simulation:
         must write it, or copy it, before it returns."""
         settings = self.settings
         data = self.data
-        with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
-            shard = Shard(self.task, self.data, self.method, self.training, settings)
+        longest, device = data.train.longest, torch.device(settings.device)
+        with (
+            threads_for(self.task, data.clients, longest, self.training, settings),
+            computing(settings.precision, device),
+        ):
+            measured = None if resume is None else resume.measured
+            shard = Shard(self.task, data, self.method, self.training, settings, measured=measured)
             exchange, history, start = MatrixExchange(self.method.delay), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)

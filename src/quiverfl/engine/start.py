@@ -23,9 +23,14 @@ Integers = npt.NDArray[np.int64]
 
 
 def initial_states(
-    task: Task, method: Method, context: PhaseContext, ids: Integers, settings: RunSettings
+    task: Task,
+    method: Method,
+    context: PhaseContext,
+    ids: Integers,
+    settings: RunSettings,
+    home: torch.device,
 ) -> Any:
-    """A NamedTuple of stacked tensors: every client's `init`."""
+    """A NamedTuple of stacked tensors at `home`: every client's `init`."""
     agreed = task.initial(settings.seed)
     features, outputs = _shapes(context, agreed)
     stacked: list[Tensor] = []
@@ -41,10 +46,17 @@ def initial_states(
         if kind is None:
             kind = type(state)
             check_state(method, task, state)
-            stacked = [in_large_pages(leaf.new_empty((len(ids), *leaf.shape))) for leaf in state]
+            stacked = [_room(leaf, len(ids), context.device, home) for leaf in state]
         for leaf, value in zip(stacked, state, strict=True):
             leaf[row] = value
     return kind(*stacked)
+
+
+def _room(leaf: Tensor, clients: int, device: torch.device, home: torch.device) -> Tensor:
+    """For a leaf of all clients; pinned where a GPU fetches it from the host's memory."""
+    pinned = device.type == "cuda" and home.type == "cpu"
+    shape = (clients, *leaf.shape)
+    return in_large_pages(leaf.new_empty(shape, device=home, pin_memory=pinned))
 
 
 def check_state(method: Method, task: Task, state: Any) -> None:
