@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_too() -> None:
     task = qv.Task(
         model=TinyModel, loss=lambda o, y: broken(o, y) if not o.requires_grad else o[:, 0]
     )
-    with pytest.raises(qv.Diverged, match=r"round 0, client \d: the test loss is not finite"):
+    with pytest.raises(qv.Diverged, match=r"round 1, client \d: the test loss is not finite"):
         qv.simulate(
             task,
             tiny_data(),

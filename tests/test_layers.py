@@ -14,7 +14,7 @@ ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
     {"errors", "memory", "card"},
-    {"durable", "bundled", "locks", "extras", "references", "experiment_keys"},
+    {"durable", "bundled", "locks", "extras", "references", "experiment_keys", "provenance"},
     {"seeds", "trees", "training"},
     {"objectives"},
     {"task", "models"},

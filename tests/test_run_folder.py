@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 import quiverfl as qv
+from quiverfl import provenance
 from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import checkpoints
@@ -468,3 +470,66 @@ threads = 1
     newest = [checkpoints(tmp_path / name / "checkpoints")[-1] for name in ("cut", "whole")]
     first, second = (path.with_suffix(".safetensors").read_bytes() for path in newest)
     assert first == second
+
+
+def test_the_folder_says_when_how_and_with_what_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def environment() -> dict[str, str]:
+        told = json.loads((tmp_path / "run" / "environment.json").read_text())
+        assert isinstance(told, dict)
+        return told
+
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/quiver", "run", "my run.toml"])
+    folder = RunFolder(tmp_path / "run")
+    run_in_folder(config(), tmp_path / "run")
+    first = environment()
+    assert first["command"] == "quiver run 'my run.toml'"
+    started = datetime.datetime.fromisoformat(first["started"])
+    assert abs(datetime.datetime.now(datetime.UTC) - started) < datetime.timedelta(hours=1)
+    monkeypatch.setattr(sys, "argv", ["quiver", "extend"])
+    folder.extend(8)
+    run_in_folder(folder.config(), tmp_path / "run")
+    assert environment()["command"] == first["command"], "it comes from where it was begun"
+    assert environment()["started"] == first["started"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["/a/b/quiver", "run", "x.toml"], "quiver run x.toml"),
+        (["/src/quiverfl/__main__.py", "compare", "a b"], "quiver compare 'a b'"),
+        (["train.py"], "train.py"),
+        (["-c"], None),
+        ([""], None),
+    ],
+)
+def test_the_command_is_said_as_it_could_be_typed(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str | None
+) -> None:
+    monkeypatch.delenv(provenance.COMMAND, raising=False)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert provenance.command() == said
+    told = provenance.passed_on()
+    assert told == ({} if said is None else {provenance.COMMAND: said})
+    monkeypatch.setattr(os, "environ", {**os.environ, **told})
+    monkeypatch.setattr(sys, "argv", ["job.py"])
+    assert provenance.command() == (said or "job.py"), "a worker names who it works for"
+
+
+def test_the_commit_is_that_of_the_clone(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert provenance._of_clone(tmp_path) is None, "no clone"
+    git("init", "-q")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    git("tag", "-a", "v1", "-m", "one")
+    head = git("rev-parse", "HEAD")[:12]
+    assert provenance._of_clone(tmp_path) == head
+    (tmp_path / "file").write_text("b")
+    assert provenance._of_clone(tmp_path) == f"{head}-dirty"

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from quiverfl.models.group_norm import group_norm
     from quiverfl.models.lora import lora
     from quiverfl.objectives import Metric
+    from quiverfl.peer.peer import Peer
     from quiverfl.saved_runs import SavedRun, load_run
     from quiverfl.task import Point, Seen, Task
     from quiverfl.topologies import (
@@ -144,6 +145,7 @@ __all__ = [
     "Number",
     "Once",
     "PFedMe",
+    "Peer",
     "PerFedAvg",
     "Personal",
     "Point",
@@ -251,6 +253,7 @@ _PLACES = {
     "group_norm": "quiverfl.models.group_norm",
     "lora": "quiverfl.models.lora",
     "Metric": "quiverfl.objectives",
+    "Peer": "quiverfl.peer.peer",
     "Point": "quiverfl.task",
     "Seen": "quiverfl.task",
     "Task": "quiverfl.task",

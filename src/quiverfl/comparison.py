@@ -64,7 +64,7 @@ def compare(
     """Run several methods on the same data, model and seeds: in memory, or into a folder.
 
     `experiment` is one, a dictionary of sections, a TOML file, or a configuration's name. A method
-    that diverges leaves the others be: `diverged` says what it said, `runs` has how far it came.
+    that diverges does not stop the others: `diverged` has its message, `runs` how far it came.
     """
     config, dataset = _config(experiment)
     numbers = _seeds(seeds, config.run.seed)
@@ -190,7 +190,7 @@ def _folder(run: Any, place: Path) -> Path:
         return run.path
     if isinstance(run, str | Path):
         return Path(run)
-    raise QuiverError(f"a {type(run).__name__} is no run: give runs, or folders of runs.")
+    raise QuiverError(f"a {type(run).__name__} is not a run: give runs, or folders of runs.")
 
 
 def shown_title(cell: Config, several: bool) -> str:

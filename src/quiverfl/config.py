@@ -170,6 +170,8 @@ class RunConfig(Section):
     compile: bool = False
     states: Literal["device", "host"] = "device"
     """Where the clients' states lie while others train."""
+    arithmetic: Literal["matrix", "peers"] = "matrix"
+    """ "peers": rounded as real peers round, so that sync peers equal this run bit for bit."""
     checkpoint_every: int = Field(default=10, ge=1)
 
 
@@ -326,8 +328,8 @@ def _untyped(name: str, key: str) -> str:
     if not isinstance(kind, type) or not hasattr(kind, key):
         return ""
     if "__dataclass_fields__" not in vars(kind):
-        return f"{kind.__name__} is no dataclass: put @dataclass(frozen=True) above it."
-    return f"{kind.__name__}.{key} has no type, so it is no option: write {key}: float = … ."
+        return f"{kind.__name__} is not a dataclass: put @dataclass(frozen=True) above it."
+    return f"{kind.__name__}.{key} has no type, so it is not an option: write {key}: float = … ."
 
 
 def _refuse_truth(key: str, value: bool, field: FieldInfo) -> None:
@@ -376,7 +378,7 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _parts(key: str) -> list[str]:
-    """The parts between dots; a method of one's own, package.module:Class, is one part."""
+    """The parts between dots; a method of your own, package.module:Class, is one part."""
     if ":" not in key:
         return key.split(".")
     reference, _, rest = key.partition(":")

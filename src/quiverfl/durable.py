@@ -26,7 +26,7 @@ MANY = 1000
 """Files above which one sync of everything is quicker than one for each."""
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
-"""What file systems say that cannot flush a folder; their renames are atomic all the same."""
+"""What file systems say that cannot flush a folder; their renames are atomic nevertheless."""
 
 
 def replace(path: Path, content: bytes, mode: int = 0o666) -> None:

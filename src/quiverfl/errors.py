@@ -20,7 +20,7 @@ class CannotWrite(QuiverError):
 
 
 class Stopped(QuiverError):
-    """Asked to stop, after so many complete rounds; everything up to there is in a checkpoint."""
+    """Asked to stop, after this many complete rounds; everything up to there is in a checkpoint."""
 
     def __init__(self, rounds: int) -> None:
         super().__init__(f"stopped after round {rounds}.")
@@ -36,7 +36,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class CallbackFailed(QuiverError):
-    """A callback of one's own raised; `run` has what there was."""
+    """A callback of your own raised; `run` has what there was."""
 
     run: Any = None
 
@@ -48,13 +48,16 @@ class CallbackFailed(QuiverError):
 
 
 class Diverged(QuiverError):
-    """Training produced a number that is not finite; `run` has what there was before."""
+    """Training produced a number that is not finite; `run` has what there was before.
+
+    `round` is counted as in the files, from 0; the sentence counts from 1.
+    """
 
     run: Any = None
 
     def __init__(self, round: int, client: int, where: str) -> None:
         super().__init__(
-            f"round {round}, client {client}: {where} is not finite; training diverged. "
+            f"round {round + 1}, client {client}: {where} is not finite; training diverged. "
             "Lower training.lr, set or lower training.clip_norm (10 is common) or, for push-sum on "
             "sparse graphs, method.step_floor. What was recorded before this round is kept."
         )

@@ -18,10 +18,10 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
-from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.engine.simulate import Simulation
 from quiverfl.engine.simulation_run import Run
 from quiverfl.errors import QuiverError, Stopped
@@ -208,7 +208,7 @@ def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
         simulation.training,
         simulation.settings,
     )
-    exchange = MatrixExchange(simulation.method.delay)
+    exchange = exchange_for(simulation.method, simulation.topology, simulation.settings)
     checkpoint.apply(shard, exchange)
     return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)
 
@@ -269,7 +269,7 @@ def load_data(config: Config) -> Dataset:
 
 
 def inputs_of(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Digests of what a run is made from beside its configuration: its data and one's own code."""
+    """Digests of what a run is made from beside its configuration: its data and your own code."""
     own = [config.data.name, config.model.name, config.method.name, config.topology.name]
     own += [config.task.loss, *(config.task.metrics or ())]
     code = {f"code of {name}": source_digest(name) for name in own if is_reference(name)}
@@ -281,7 +281,7 @@ def inputs_there(config: Config, shelf: DataShelf) -> dict[str, str]:
     try:
         return inputs_of(config, shelf.take(config))
     except Exception:
-        # Also whatever a function of one's own raises: a run that has to be made will say it.
+        # Also whatever a function of your own raises: a run that has to be made will say it.
         return {}
 
 
@@ -365,6 +365,7 @@ def settings_of(config: Config, clients: int) -> RunSettings:
         device=run.device,
         threads=run.threads,
         executor=run.executor,
+        arithmetic=run.arithmetic,
         common_init=run.common_init,
         epochs_per_client=epochs_per_client(config, clients),
         evaluate_every=run.evaluate_every,

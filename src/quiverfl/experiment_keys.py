@@ -21,14 +21,8 @@ are taken over the values that differ from their defaults. Folders of version 0.
 RUNTIME = frozenset(
     f"run.{key}"
     for key in (
-        "device",
-        "threads",
-        "executor",
-        "compile",
-        "states",
-        "checkpoint_every",
-        "gradients",
-        "keep_local",
+        *("device", "threads", "executor", "compile", "states", "arithmetic"),
+        *("checkpoint_every", "gradients", "keep_local"),
     )
 ) | {"data.root"}
 """How and where a run is carried out and how closely it is watched: results differ by rounding at

@@ -69,7 +69,7 @@ class Lock:
                 raise Busy(path, _holder(path))
             time.sleep(SECONDS_BETWEEN_TRIES)
         self._handle = handle
-        with contextlib.suppress(OSError):  # a full disk: held all the same, by an unnamed process
+        with contextlib.suppress(OSError):  # a full disk: still held, by an unnamed process
             _sign(handle)
 
     def release(self) -> None:

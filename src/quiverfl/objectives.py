@@ -110,7 +110,8 @@ def _alike(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
         found = found.squeeze(-1)
     if found.shape != targets.shape:
         raise ValueError(
-            f"outputs {list(found.shape)} and targets {list(targets.shape)} must have one shape"
+            f"outputs {list(found.shape)} and targets {list(targets.shape)} must have the same "
+            "shape"
         )
     return found, targets.to(found.dtype)
 

@@ -1,4 +1,4 @@
-"""One's own code in a configuration: `module:function` as text → the function."""
+"""Your own code in a configuration: `module:function` as text → the function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quiverfl.errors import QuiverError, nearest
 
 
 def is_reference(text: str) -> bool:
-    """`my_models:make` is a reference to one's own code; `mlp` is a name Quiver knows."""
+    """`my_models:make` is a reference to your own code; `mlp` is a name Quiver knows."""
     return ":" in text
 
 

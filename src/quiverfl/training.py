@@ -13,7 +13,7 @@ Optimizer = Literal["sgd", "adam", "adamw"]
 
 @dataclass(frozen=True)
 class Training:
-    """The optimizer; its state starts afresh in every phase of every round, unless kept.
+    """The optimizer; its state is reset in every phase of every round, unless kept.
 
     `personal_lr` applies to the personal part where a method trains it as such (None: the same as
     `lr`). The rate in round t is lr · lr_decay^t. `batch_size=None` means the whole local set in
@@ -68,7 +68,7 @@ class Training:
             raise QuiverError("training.nesterov needs a training.momentum above 0.")
         betas = tuple(self.betas)
         if len(betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
-            raise QuiverError(f"training.betas = {self.betas!r}: two numbers in [0, 1).")
+            raise QuiverError(f"training.betas = {self.betas!r}: give two numbers in [0, 1).")
         object.__setattr__(self, "betas", betas)
 
     def at_personal_rate(self) -> Training:
@@ -80,7 +80,7 @@ class Training:
         return self.lr * self.lr_decay**round
 
     def momentum_sum(self, steps: int) -> float:
-        """How far so many steps with rate 1 go along a constant gradient: `steps` without momentum.
+        """How far steps with rate 1 go along a constant gradient: `steps` without momentum.
 
         Step k goes 1 + β + … + β^(k-1), with Nesterov's one term more.
         """

@@ -104,7 +104,7 @@ def test_without_a_network_it_says_which_file_goes_where(published: Path, root: 
     download = Download((published / "set.tar.gz").as_uri(), "0" * 32, "set")
     with pytest.raises(QuiverError, match="could not be fetched") as caught:
         fetch([download], root, silent)
-    assert f"put it at {root / 'set.tar.gz'} and run the command again" in str(caught.value)
+    assert f"copy it to {root / 'set.tar.gz'} and run the command again" in str(caught.value)
     assert contents(root) == set()
 
 
@@ -144,7 +144,7 @@ def test_archives_cannot_hold_links(published: Path, root: Path) -> None:
         link = tarfile.TarInfo("set/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tape.addfile(link)
-    with pytest.raises(QuiverError, match="no plain file"):
+    with pytest.raises(QuiverError, match="not a plain file"):
         fetch([download_of(path)], root, silent)
     assert contents(root) == set()
 

@@ -685,8 +685,8 @@ class Scoring(Plain):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Dropping, "draws random numbers in use.*training=self.training"),
-        (Noisy, "draws random numbers in use"),
+        (Dropping, "draws random numbers in evaluation.*training=self.training"),
+        (Noisy, "draws random numbers in evaluation"),
         (Choosing, "draws random numbers with randperm"),
         (Mixing, "depends on the other samples of the batch"),
         (Remembering, "changes its buffer 'mean' in forward"),

@@ -172,7 +172,7 @@ def test_else_the_target_is_what_half_of_the_methods_reach_with_every_seed(
     assert math.isnan(rounds["fedavg"])
 
 
-def test_equal_steps_cut_everybody_at_the_thriftiest_budget(results: Results) -> None:
+def test_equal_steps_cut_everybody_at_the_smallest_budget(results: Results) -> None:
     frame = paper_scores.equal_steps_frame(results).set_index("method")
     assert set(frame["steps_allowed"]) == {12.0}
     assert frame.loc["fedavg", "local_rounds"] == 3

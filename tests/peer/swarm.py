@@ -44,7 +44,7 @@ class Quadratic:
         self._mass = np.float32(1.0)
         self.manifest = Manifest.of({"u": self._u})
 
-    def train(self, round: int, active: bool, share: float = 1.0) -> None:
+    def train(self, round: int, active: bool, share: float = 1.0, keep: bool = False) -> None:
         time.sleep(self._seconds)
         z = self._u / self._mass
         self._u = self._u - self._rate * self._mass * (z - self._target)
@@ -65,6 +65,9 @@ class Quadratic:
     def evaluate(self, round: int, stage: str) -> dict[str, float]:
         z = self._u / self._mass
         return {"loss": float(np.square(z - self._target).mean())}
+
+    def record(self) -> dict[str, int]:
+        return {"steps": 1}
 
     def model(self) -> Leaves:
         return {"body": self._u / self._mass, "head": self._v.copy()}

@@ -117,7 +117,7 @@ def test_two_wards_from_certificates_to_export(tmp_path: Path) -> None:
     with pytest.raises(QuiverError, match="given twice"):
         quiver("audit", *folders, folders[0])
     north, south = (read_statement(folder / "store") for folder in folders)
-    with pytest.raises(QuiverError, match="not of one run"):
+    with pytest.raises(QuiverError, match="not of the same run"):
         audit([north, replace(south, agreement="another")])
     out = tmp_path / "new" / "model.safetensors"
     printed = quiver("export", folders[1], "--out", out)

@@ -116,7 +116,7 @@ def test_honest_peers_can_always_show_what_they_give(folders: list[Path]) -> Non
     asked = [node.receiver._credit.of(peer).rows for node in nodes for peer in node.names]
     assert sum(asked) > 10
     roster = Roster.read(folders[0] / ROSTER)
-    books = [read_statement(folder / "store") for folder in folders]
-    report = audit(books, genuine=signing.checked_by(roster))
+    statements = [read_statement(folder / "store") for folder in folders]
+    report = audit(statements, genuine=signing.checked_by(roster))
     assert report.passed, report.problems
     assert report.units + report.in_flight == 3 * UNIT

@@ -339,13 +339,13 @@ def test_the_personal_part_never_appears_on_the_wire(
 
 def _watched(
     node: Node, heads: list[np.ndarray], bodies: list[np.ndarray]
-) -> Callable[[int, bool, float], None]:
+) -> Callable[[int, bool, float, bool], None]:
     """Training that keeps every personal and shared vector it makes."""
     train = node.learner.train
 
-    def watched(round: int, active: bool, share: float) -> None:
+    def watched(round: int, active: bool, share: float, keep: bool) -> None:
         heads.append(node.learner.rest()["v"])
-        train(round, active, share)
+        train(round, active, share, keep)
         heads.append(node.learner.rest()["v"])
         bodies.append(node.learner.message()["u"])
 

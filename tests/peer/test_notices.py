@@ -82,8 +82,8 @@ def test_who_was_away_hears_of_an_eviction_before_it_trades(tmp_path: Path) -> N
         await finish(*nodes[:2], back, away, tasks=[*tasks[:2], back_task, away_task])
 
     asyncio.run(scenario())
-    books = [read_statement(folder / "store") for folder in folders]
-    report = audit(books, genuine=signing.checked_by(Roster.read(folders[0] / ROSTER)))
+    statements = [read_statement(folder / "store") for folder in folders]
+    report = audit(statements, genuine=signing.checked_by(Roster.read(folders[0] / ROSTER)))
     assert report.passed, report.problems
 
 

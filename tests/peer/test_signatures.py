@@ -1,4 +1,4 @@
-"""Shares and receipts are signed, so the audit can say whose books are wrong."""
+"""Shares and receipts are signed, so the audit can say whose records are wrong."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def checked(folders: list[Path], change: Callable[[dict[str, Statement]], None]) -> Report:
-    books = {folder.name: read_statement(folder / "store") for folder in folders}
-    change(books)
+    statements = {folder.name: read_statement(folder / "store") for folder in folders}
+    change(statements)
     roster = Roster.read(folders[0] / ROSTER)
-    return audit(books.values(), genuine=signing.checked_by(roster))
+    return audit(statements.values(), genuine=signing.checked_by(roster))
 
 
 def test_every_share_and_every_receipt_is_signed(finished: list[Path]) -> None:
-    report = checked(finished, lambda books: None)
+    report = checked(finished, lambda statements: None)
     assert report.passed, report.problems
     assert report.transfers == 24
     assert report.signatures == 48
@@ -73,55 +73,63 @@ def test_mass_minted_in_a_store_is_found_and_its_owner_named(
     database.execute("UPDATE account SET body = ?", (json.dumps(body),))
     database.commit()
     database.close()
-    report = checked(finished, lambda books: books.update({"peer-1": read_statement(store)}))
+    report = checked(
+        finished, lambda statements: statements.update({"peer-1": read_statement(store)})
+    )
     assert report.culprits == ["peer-1"]
     assert report.error == extra
     assert any("opened with 1001" in problem for problem in report.problems)
-    assert "wrong books      peer-1" in list(report.lines())
+    assert "wrong records    peer-1" in list(report.lines())
 
 
-def _settled(book: Statement, units: int) -> Statement:
-    """Books that add up again after somebody has changed what moved."""
-    last = book.entries[-1]
+def _settled(statement: Statement, units: int) -> Statement:
+    """Records that add up again after somebody has changed what moved."""
+    last = statement.entries[-1]
     entry = Entry(
         "absorb", last.round, last.units + units, max(units, 0), max(-units, 0),
         last.total, 0.0, 0.0, 0.0, last.scale,
     )  # fmt: skip
-    return replace(book, units=book.units + units, entries=[*book.entries, entry])
+    return replace(statement, units=statement.units + units, entries=[*statement.entries, entry])
 
 
-def _invents_a_receipt(books: dict[str, Statement]) -> None:
-    book = books["peer-1"]
-    taken = book.received[-1].transfer
+def _invents_a_receipt(statements: dict[str, Statement]) -> None:
+    statement = statements["peer-1"]
+    taken = statement.received[-1].transfer
     made_up = Received(replace(taken, seq=taken.seq + 1), "")
-    books["peer-1"] = _settled(replace(book, received=[*book.received, made_up]), taken.units)
+    statements["peer-1"] = _settled(
+        replace(statement, received=[*statement.received, made_up]), taken.units
+    )
 
 
-def _inflates_a_receipt(books: dict[str, Statement]) -> None:
-    book = books["peer-1"]
-    last = book.received[-1]
+def _inflates_a_receipt(statements: dict[str, Statement]) -> None:
+    statement = statements["peer-1"]
+    last = statement.received[-1]
     more = Received(replace(last.transfer, units=last.transfer.units + 5), "")
-    books["peer-1"] = _settled(replace(book, received=[*book.received[:-1], more]), 5)
+    statements["peer-1"] = _settled(
+        replace(statement, received=[*statement.received[:-1], more]), 5
+    )
 
 
-def _forgets_what_it_took(books: dict[str, Statement]) -> None:
-    book = books["peer-1"]
-    kept, last = book.received[:-1], book.received[-1]
-    books["peer-1"] = _settled(replace(book, received=kept), -last.transfer.units)
+def _forgets_what_it_took(statements: dict[str, Statement]) -> None:
+    statement = statements["peer-1"]
+    kept, last = statement.received[:-1], statement.received[-1]
+    statements["peer-1"] = _settled(replace(statement, received=kept), -last.transfer.units)
 
 
-def _spends_from_an_old_store(books: dict[str, Statement]) -> None:
-    book = books["peer-1"]
-    kept, last = book.sent[:-1], book.sent[-1]
-    books["peer-1"] = _settled(replace(book, sent=kept), last.transfer.units)
+def _spends_from_an_old_store(statements: dict[str, Statement]) -> None:
+    statement = statements["peer-1"]
+    kept, last = statement.sent[:-1], statement.sent[-1]
+    statements["peer-1"] = _settled(replace(statement, sent=kept), last.transfer.units)
 
 
-def _acknowledges_in_its_own_name(books: dict[str, Statement]) -> None:
+def _acknowledges_in_its_own_name(statements: dict[str, Statement]) -> None:
     """It claims to have given away what nobody took."""
-    book = books["peer-1"]
-    last = book.sent[-1]
+    statement = statements["peer-1"]
+    last = statement.sent[-1]
     gift = Sent(replace(last.transfer, seq=last.transfer.seq + 1), "acknowledged")
-    books["peer-1"] = _settled(replace(book, sent=[*book.sent, gift]), -last.transfer.units)
+    statements["peer-1"] = _settled(
+        replace(statement, sent=[*statement.sent, gift]), -last.transfer.units
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,11 +154,13 @@ def test_what_a_dropped_key_signed_stays_signed(finished: list[Path]) -> None:
     roster = Roster.read(finished[0] / ROSTER).with_key("peer-1", "a" * 64, keep_old=False)
     roster.write(finished[0].parent / "rotated.toml")
     again = Roster.read(finished[0].parent / "rotated.toml")
-    books = [read_statement(folder / "store") for folder in finished]
-    assert audit(books, genuine=signing.checked_by(again)).passed
-    transfer = books[0].received[0].transfer
+    statements = [read_statement(folder / "store") for folder in finished]
+    assert audit(statements, genuine=signing.checked_by(again)).passed
+    transfer = statements[0].received[0].transfer
     assert transfer.sender == "peer-1"
-    assert not signing.holds(again, "share", transfer, books[0].agreement)  # but it is not let in
+    assert not signing.holds(
+        again, "share", transfer, statements[0].agreement
+    )  # but it is not let in
 
 
 def test_shares_that_their_sender_did_not_sign_are_denied(tmp_path: Path) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from quiverfl.errors import QuiverError
+from quiverfl.results import figures
+from quiverfl.results.curve_data import curves, is_cut, shown_range
 from quiverfl.results.groups import group_runs
 from quiverfl.results.html import Markup, join, tag
 from quiverfl.results.html_report import notes_of, write_report
+from quiverfl.results.report_charts import curve_chart
+from quiverfl.results.report_clients import client_table
 from quiverfl.results.run_files import find_runs
-from run_folders import ALONE, STAR, Recipe, write_comparison, write_run
+from run_folders import ALONE, STAR, Recipe, write_comparison, write_exact, write_run
 
 SECTIONS = ("results", "curves", "clients", "data", "graph", "mass", "configuration")
 
@@ -39,7 +47,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self._hidden = tag == "style"
+        self._hidden = tag in ("style", "script")
         self.tags.append(tag)
         for name, value in attributes:
             if name == "id":
@@ -72,9 +80,9 @@ def test_all_sections_are_there_and_the_contents_lead_to_them(
     for name in SECTIONS:
         assert name in page.ids
         assert f"#{name}" in page.addresses
-    # Curves against three costs, clients: two stages each; two partitions, three graphs, μ and
-    # consensus distance.
-    assert page.tags.count("svg") == 2 * 3 + 2 + 2 + 3 + 2
+    # Curves against three costs and of the loss, clients: two stages each; two partitions, three
+    # graphs, μ and consensus distance; the labels of six clients.
+    assert page.tags.count("svg") == 2 * 4 + 2 + 2 + 3 + 2 + 6
 
 
 def test_the_table_says_which_accuracy_it_is(comparison: tuple[Path, str]) -> None:
@@ -111,13 +119,95 @@ def test_nothing_is_loaded_from_anywhere(comparison: tuple[Path, str]) -> None:
     assert "://" not in text
     assert all(address.startswith(("#", "data:image/")) for address in page.addresses)
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
-    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not {"link", "iframe", "object", "embed", "base"} & set(page.tags)
     assert "@import" not in text
     assert "default-src 'none'" in text
+    for reach in ("fetch(", "XMLHttpRequest", "WebSocket", "import(", "sendBeacon", "eval("):
+        assert reach not in text
+
+
+def scripts(text: str) -> tuple[str, list[str]]:
+    """The script of the page, and the data it reads."""
+    found = re.findall(r"<script([^>]*)>(.*?)</script>", text, flags=re.DOTALL)
+    data = [content for attributes, content in found if attributes == ' type="application/json"']
+    (script,) = (content for attributes, content in found if not attributes)
+    assert len(data) + 1 == len(found)
+    return script, data
+
+
+def test_the_page_may_run_its_own_script_and_no_other(comparison: tuple[Path, str]) -> None:
+    _, text = comparison
+    script, _ = scripts(text)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'\"" in text
+    assert "unsafe-eval" not in text
+
+
+def test_the_charts_hold_what_the_files_say(tmp_path: Path) -> None:
+    """Rounds from one, the mean over clients, the range of the seeds."""
+    write_exact(tmp_path / "all" / "a", "fedavg", 0, [[0.2, 0.4], [0.5, 0.7]], [[0.1, 0.1]] * 2)
+    write_exact(tmp_path / "all" / "b", "fedavg", 1, [[0.4, 0.4], [0.7, 0.9]], [[0.1, 0.1]] * 2)
+    groups = group_runs(find_runs([tmp_path / "all"]))
+    chart = curve_chart(groups, "local", "rounds", "accuracy")
+    (series,) = chart["series"]
+    assert chart["x"]["title"] == "rounds"
+    assert series["label"] == "FedAvg"
+    assert series["x"] == [1, 2]
+    assert series["y"] == [0.35, 0.7]
+    assert series["low"] == [0.3, 0.6]
+    assert series["high"] == [0.4, 0.8]
+
+
+def test_scales_follow_the_later_rounds_where_that_tells_more(tmp_path: Path) -> None:
+    """From 20 % to 94 and 98: on a scale from 20 to 98 nobody sees which is which."""
+    for method, last in (("fedavg", 0.94), ("local", 0.98)):
+        course = [[0.2, 0.2], [0.8, 0.8], *[[last, last]] * 8]
+        write_exact(tmp_path / "all" / method, method, 0, course, course)
+    groups = group_runs(find_runs([tmp_path / "all"]))
+    drawn = curves(groups, "local", "rounds", "accuracy")
+    assert is_cut(drawn)
+    assert shown_range(drawn) == (0.94, 0.98)
+    draw = partial(figures.draw_curves, groups=groups, stage="local", late=True)
+    axes = figures.picture(draw).axes[0]
+    assert axes.get_ylim() == pytest.approx((0.938, 0.982))
+    assert curve_chart(groups, "local", "rounds", "accuracy")["cut"]
+
+
+def test_who_is_worst_off_comes_first_with_the_data(tmp_path: Path) -> None:
+    last = [[0.9, 0.3, 0.6, float("nan")]]
+    write_exact(tmp_path / "run", "dfedpgp", 0, last, last)
+    counts = np.array([[5, 0], [0, 7], [2, 2], [1, 0]])
+    np.savez(tmp_path / "run" / "partition.npz", train_counts=counts, names=["a", "b", "c", "d"])
+    text = client_table(group_runs(find_runs([tmp_path / "run"])), ("local", "mixed"))
+    rows = re.findall(r'<tr><th scope="row">(.)</th>.*?</tr>', text)
+    assert rows == ["b", "c", "a", "d"], "who has no test data is compared with nobody"
+    assert "<title>class 0: 2, class 1: 2</title>" in text
+    (people,) = re.findall(r"<script[^>]*>(.*?)</script>", text)
+    view = json.loads(people)["views"][0]
+    assert [client["name"] for client in view["clients"]] == rows
+    assert [client["train"] for client in view["clients"]] == [7, 4, 5, 1]
+    assert view["experiments"][0]["scores"]["local"] == [0.3, 0.6, 0.9, None]
+
+
+def test_the_footer_says_when_how_and_with_what(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Recipe(rounds=2, clients=3))
+    told = {
+        "started": "2026-03-01T10:20:30+00:00",
+        "command": "quiver run 'my <b>.toml'",
+        "commit": "0123456789ab-dirty",
+    }
+    (folder / "environment.json").write_text(json.dumps(told))
+    footer = re.search(r"<footer>.*</footer>", report(folder))
+    assert footer is not None
+    assert footer.group() == (
+        "<footer><p>Made from one run folder written by Quiver 0.1.0 (commit 0123456789ab-dirty), "
+        "started 2026-03-01 10:20 UTC. Rounds are counted from 1.</p>"
+        "<p><code>quiver run &#x27;my &lt;b&gt;.toml&#x27;</code></p></footer>"
+    )
 
 
 def test_ids_are_unique_and_every_reference_has_its_target(comparison: tuple[Path, str]) -> None:
-    _, text = comparison
+    text = comparison[1].partition("<script>")[0]
     page = Page(text)
     assert len(page.ids) == len(set(page.ids))
     used = re.findall(r"url\(#([^)]+)\)", text) + [a[1:] for a in page.addresses if a[0] == "#"]
@@ -224,7 +314,9 @@ def test_text_from_files_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     (folder / "environment.json").write_text(json.dumps({evil: evil}))
     text = report(folder)
     page = Page(text)
-    assert "script" not in page.tags
+    script, data = scripts(text)
+    assert "alert" not in script
+    assert not any("<" in content for content in data)
     assert "img" not in page.tags
     assert "alert(1)" in page.text
 

@@ -32,14 +32,16 @@ class EarlyStopping(Callback):
 
     def __post_init__(self) -> None:
         if isinstance(self.patience, bool) or not isinstance(self.patience, int):
-            raise QuiverError(f"EarlyStopping: patience = {self.patience!r}: a whole number.")
+            raise QuiverError(
+                f"EarlyStopping: patience = {self.patience!r}: it must be a whole number."
+            )
         if self.patience < 1:
-            raise QuiverError(f"EarlyStopping: patience = {self.patience}: at least 1.")
+            raise QuiverError(f"EarlyStopping: patience = {self.patience}: it must be at least 1.")
         if self.stage not in get_args(Stage):
             known = nearest(str(self.stage), get_args(Stage))
             raise QuiverError(f"EarlyStopping: stage = {self.stage!r}: {known}")
         if not self.margin >= 0:
-            raise QuiverError(f"EarlyStopping: margin = {self.margin!r}: 0 or more.")
+            raise QuiverError(f"EarlyStopping: margin = {self.margin!r}: it must be 0 or more.")
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
         if stage != self.stage:

@@ -39,7 +39,7 @@ partition_app = typer.Typer(no_args_is_help=True, help="Look at a partition.")
 
 Root = Annotated[
     Path | None,
-    typer.Option(help="Where data sets lie ($QUIVER_DATA or the folder data unless given)."),
+    typer.Option(help="Where the data sets are ($QUIVER_DATA or the folder data unless given)."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

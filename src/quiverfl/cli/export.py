@@ -35,7 +35,7 @@ def export(
 
 def extend(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    rounds: Annotated[int, typer.Option(help="How many rounds it shall have in all.")],
+    rounds: Annotated[int, typer.Option(help="The total number of rounds.")],
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:

@@ -147,7 +147,7 @@ app = typer.Typer(
 
 @app.callback()
 def about(
-    version: Annotated[bool, typer.Option("--version", help="Say the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         typer.echo(f"quiver {quiverfl.__version__}")

@@ -12,12 +12,17 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
+from rich.text import Text
 
+from quiverfl.callbacks.progress import WIDTH_FOR_A_BAR
 from quiverfl.methods import method_title
 from quiverfl.results import numbers
 from quiverfl.sweeps.plan import Cell
@@ -36,17 +41,35 @@ def overview(
     if quiet:
         yield _Nothing()
     elif console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as display:
+        with Progress(*columns(console.width), console=console) as display:
             yield _Bars(display, account)
     else:
         yield _Lines(console, account)
+
+
+def columns(width: int) -> list[ProgressColumn]:
+    """Rounds and times first and whole; names, scores and a bar share what is left."""
+
+    def whole() -> Column:
+        return Column(no_wrap=True)
+
+    bar: list[ProgressColumn] = [BarColumn(bar_width=20)] if width >= WIDTH_FOR_A_BAR else []
+    return [
+        TextColumn("{task.fields[done]}", table_column=whole()),
+        TimeElapsedColumn(table_column=whole()),
+        TimeRemainingColumn(table_column=whole()),
+        *bar,
+        _Shortened(),
+    ]
+
+
+class _Shortened(ProgressColumn):
+    """Whose line it is and how it is doing, as far as there is room."""
+
+    def render(self, task: Task) -> Text:
+        words = Text.from_markup(f"{task.description}  {task.fields['score']}")
+        words.no_wrap, words.overflow = True, "ellipsis"
+        return words
 
 
 class Account:
@@ -110,13 +133,16 @@ class _Bars:
     def __init__(self, display: Progress, account: Account) -> None:
         self._display, self._account = display, account
         self._lock = threading.Lock()
-        self._whole = display.add_task("[bold]all cells", total=1.0, text=account.words())
+        self._whole = display.add_task("[bold]all cells", total=1.0, done=account.words(), score="")
         self._tasks: dict[str, TaskID] = {}
 
     def started(self, cell: Cell) -> None:
         with self._lock:
             self._tasks[cell.name] = self._display.add_task(
-                escape(describe(cell)), total=cell.config.run.rounds, text=""
+                escape(describe(cell)),
+                total=cell.config.run.rounds,
+                done=f"0/{cell.config.run.rounds}",
+                score="",
             )
 
     def restarted(self, cell: Cell, why: str) -> None:
@@ -126,8 +152,10 @@ class _Bars:
     def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         with self._lock:
             self._account.progressed(cell, rounds)
-            text = f"{rounds}/{cell.config.run.rounds} {score_words(scores)}"
-            self._display.update(self._tasks[cell.name], completed=rounds, text=text)
+            done = f"{rounds}/{cell.config.run.rounds}"
+            self._display.update(
+                self._tasks[cell.name], completed=rounds, done=done, score=score_words(scores)
+            )
             self._show_whole()
 
     def ended(self, outcome: Outcome) -> None:
@@ -139,8 +167,8 @@ class _Bars:
             self._show_whole()
 
     def _show_whole(self) -> None:
-        share, text = self._account.share, self._account.words()
-        self._display.update(self._whole, completed=share, text=text)
+        share, words = self._account.share, self._account.words()
+        self._display.update(self._whole, completed=share, done=words)
 
 
 class _Lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,9 @@ from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 
 if TYPE_CHECKING:
+    from quiverfl.peer.peer import Peer
     from quiverfl.peer.peer_folder import PeerFolder
+    from quiverfl.peer.peer_settings import Outcome
 
 app = typer.Typer(help="Run as a peer between real machines.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
@@ -37,12 +40,14 @@ def init(
     config: Annotated[Path, typer.Option(help="The run's configuration, the same for all.")],
     keys: Annotated[Path, typer.Option(help="The folder with ca.pem, cert.pem and key.pem.")],
     roster: Annotated[Path, typer.Option(help="The run's roster.toml.")],
-    name: Annotated[str | None, typer.Option(help="This peer; the keys' folder's name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="This peer's name; by default that of the keys' folder.")
+    ] = None,
     bind: Annotated[str | None, typer.Option(help="HOST:PORT to listen on.")] = None,
     metrics: Annotated[str, typer.Option(help="127.0.0.1:PORT for Prometheus.")] = "",
     data: Annotated[str | None, typer.Option(help="Own data: a source or module:function.")] = None,
     data_path: Annotated[
-        Path | None, typer.Option(help="Where a source of one's own lies.")
+        Path | None, typer.Option(help="The file or folder of a source of your own.")
     ] = None,
     data_option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the source, such as label=diagnosis.")
@@ -79,18 +84,20 @@ def run(
         bool, typer.Option(help="Enter a run under way: a neighbour's model, a mass of 1.")
     ] = False,
     trust_store: Annotated[
-        bool, typer.Option(help="Go on although neighbours remember a newer store.")
+        bool, typer.Option(help="Continue although neighbours remember a newer store.")
     ] = False,
 ) -> None:
-    """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to go on."""
+    """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to continue."""
     require("peer", "quiver peer")
     from quiverfl.peer.files import StoreError
+    from quiverfl.peer.metrics import log_to_stderr
+    from quiverfl.peer.peer import Peer
     from quiverfl.peer.sender import RestoredBackup
-    from quiverfl.peer.setup import log_to_stderr, run_peer
 
     log_to_stderr()
     try:
-        outcome = asyncio.run(run_peer(_read(folder), join, trust_store))
+        peer = Peer.open(folder, join=join, trust_store=trust_store)
+        outcome = asyncio.run(_until_told(peer))
     except StoreError as problem:
         _exit(EXIT_STORE, str(problem))
     except RestoredBackup as problem:
@@ -136,9 +143,9 @@ def leave(folder: Folder) -> None:
 @app.command("evict")
 def evict(
     folder: Folder,
-    peer: Annotated[str, typer.Argument(help="Whom to stop dealing with.")],
+    peer: Annotated[str, typer.Argument(help="The peer to stop dealing with.")],
     ban: Annotated[
-        bool, typer.Option(help="For good: it is not let in again, with a new store neither.")
+        bool, typer.Option(help="For good: it is not let in again, not even with a new store.")
     ] = False,
 ) -> None:
     """Stop dealing with a peer that is lost. Do it on every remaining peer."""
@@ -164,8 +171,8 @@ def audit(
     live: Annotated[
         bool,
         typer.Option(
-            help="The peers are running: their books are read one after the other, so a receiver "
-            "may know of a share that its sender's older books do not have."
+            help="The peers are running: their records are read one after the other, so a receiver "
+            "may know of a share that its sender's older records do not have."
         ),
     ] = False,
     roster: Annotated[
@@ -174,7 +181,10 @@ def audit(
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """Prove that no mass was lost or counted twice; exit code 1 if it was, 7 if a store lacks."""
+    """Prove that no mass was lost or counted twice.
+
+    The exit code is 1 if it was, 7 if a store is missing.
+    """
     require("peer", "quiver peer")
     from quiverfl.peer.audit import audit as audited
     from quiverfl.peer.peer_folder import STORE
@@ -214,7 +224,7 @@ def demo(
     peers: Annotated[int, typer.Option(min=2, max=64, help="How many processes.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each.")] = 20,
     mode: Annotated[str, typer.Option(help="sync or async.")] = "async",
-    kills: Annotated[int, typer.Option(min=0, help="Kill and restart so many at random.")] = 0,
+    kills: Annotated[int, typer.Option(min=0, help="How many to kill and restart at random.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder to write to; must be new.")] = Path(
         "runs/peer-demo"
     ),
@@ -227,6 +237,13 @@ def demo(
         raise QuiverError(f"--mode {mode}: it is sync or async.")
     if not run_demo(out, peers, rounds, mode, kills):
         raise typer.Exit(1)
+
+
+async def _until_told(peer: Peer) -> Outcome:
+    """Run it; SIGTERM and Ctrl-C end it in good order."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, peer.stop)
+    return await peer.run()
 
 
 def _read(folder: Path) -> PeerFolder:

@@ -18,7 +18,7 @@ from quiverfl.results.numbers import size
 
 
 def start(ranks: int, arguments: Sequence[str], restarts: int) -> None:
-    """Have a command carried out by so many processes of this machine; ends as they do."""
+    """Run a command as this many processes of this machine; ends as they do."""
     from quiverfl.distributed.launch import launch
 
     if world_size() > 1:
@@ -62,7 +62,7 @@ def run_here(
 
 
 def say_needs(settings: Config, ranks: int) -> None:
-    """`--dry-run`: what the configuration would need, on so many ranks."""
+    """`--dry-run`: what the configuration would need on this many ranks."""
     from quiverfl.distributed.needs import available_memory, needs_of
 
     needs = needs_of(settings)

@@ -125,11 +125,13 @@ def reproduce(
     retry: Retry = False,
     tensorboard: Events = False,
     quiet: Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Say as JSON what was written.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print as JSON what was written.")
+    ] = False,
 ) -> None:
     """Run what a table or figure of the paper needs, and write it beside the paper's numbers.
 
-    Started again after a crash it goes on where it was. Tables in the same folder share their
+    Started again after a crash, it resumes. Tables in the same folder share their
     finished cells.
     """
     if tensorboard:

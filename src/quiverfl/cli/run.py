@@ -33,7 +33,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 RankCount = Annotated[
     int | None,
-    typer.Option("--ranks", help="Share the clients out to so many processes of this machine."),
+    typer.Option("--ranks", help="Divide the clients among this many processes of this machine."),
 ]
 Restarts = Annotated[
     int, typer.Option("--max-restarts", help="With --ranks: start again if one is killed.")
@@ -48,7 +48,7 @@ def run(
     set_: Settings = None,
     out: Out = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Event files in the run folder, too.")
+        bool, typer.Option("--tensorboard", help="Also write event files into the run folder.")
     ] = False,
     quiet: Quiet = False,
     json_: AsJson = False,

@@ -49,7 +49,9 @@ Methods = Annotated[
 ]
 Seeds = Annotated[str | None, typer.Option(help="Comma-separated; those of the file if not given.")]
 Cases = Annotated[str | None, typer.Option(help="Semicolon-separated names of cases.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would run, and how long.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only print what would run, and how long it would take.")
+]
 Estimated = Annotated[
     bool, typer.Option("--estimate/--no-estimate", help="Estimate the time first, by short trials.")
 ]
@@ -128,7 +130,7 @@ def carry_out(
     quiet: bool,
     until: Mapping[str, int] | None = None,
 ) -> list[Outcome]:
-    """Say how much there is to do, do it, and show it meanwhile.
+    """Say how much there is to do, do it, and show progress.
 
     `until` has rounds, by the names of cells, that are enough for now. The command ends here if
     others do it later.

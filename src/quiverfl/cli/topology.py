@@ -64,7 +64,7 @@ def show(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="option=value, for any other option.")
     ] = None,
-    static: Annotated[bool, typer.Option("--static", help="Keep round 0's draw.")] = False,
+    static: Annotated[bool, typer.Option("--static", help="Keep the first round's draw.")] = False,
     rounds: Annotated[int, typer.Option(help="How many rounds to look at.")] = 50,
     message_bytes: Annotated[
         int, typer.Option(help="Of one message; the default is the paper's ResNet-18 body.")
@@ -72,7 +72,7 @@ def show(
     picture: Annotated[
         Path | None, typer.Option(help="Draw a round into this file: .png, .svg or .pdf.")
     ] = None,
-    picture_round: Annotated[int, typer.Option(min=0, help="The round to draw.")] = 0,
+    picture_round: Annotated[int, typer.Option(min=1, help="The round to draw.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds."""
@@ -115,7 +115,7 @@ def _draw(topology: Topology, round: int, picture: Path) -> None:
 
     told = [f"{option} {value}" for option, value in topology.options.items() if value is not False]
     title = ", ".join([topology.name, f"{topology.clients} clients", *told, f"round {round}"])
-    draw_graph(topology(round), picture, title=title)
+    draw_graph(topology(round - 1), picture, title=title)
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -198,7 +198,11 @@ def _window(report: TopologyReport) -> str:
 def _diameter(report: TopologyReport) -> str:
     if _left_out(report, "diameter"):
         return "–"
-    first = "none, round 0 is not connected" if report.diameter is None else str(report.diameter)
+    first = (
+        "none, the first round is not connected"
+        if report.diameter is None
+        else str(report.diameter)
+    )
     if report.window is None or report.window == 1:
         return first
     return f"{first}; {report.window_diameter} for {report.window} rounds together"

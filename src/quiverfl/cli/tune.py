@@ -78,7 +78,7 @@ def tune(
 
     Tries are judged by the last evaluated round, on samples set aside from the training data;
     over several cases by their mean. A sweep with a section [tuning] drops the worse tries early,
-    repeats with further seeds what is too close to tell, and says what stays inside the noise.
+    repeats close ones with further seeds, and says which choices stay within the noise.
     """
     from quiverfl.sweeps.tuning import as_overrides, tuned
 

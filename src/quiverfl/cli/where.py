@@ -48,7 +48,7 @@ BringBack = Annotated[
     bool,
     typer.Option("--bring-back", help="Ray: nodes share no folder; bring what cells write here."),
 ]
-Submit = Annotated[bool, typer.Option("--submit", help="Slurm: submit the script, too.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Slurm: also submit the script.")]
 Sbatch = Annotated[
     list[str] | None, typer.Option(help="Slurm: a further option, such as --time=12:00:00.")
 ]
@@ -82,8 +82,7 @@ def where(
         return LocalPool(LOCAL_JOBS if jobs is None else jobs)
     if gpus and any(cell.config.run.device == "cpu" for cell in cells):
         raise QuiverError(
-            f"--gpus {gpus:g}: cells would compute on the CPU all the same; add "
-            "--set run.device=cuda."
+            f"--gpus {gpus:g}: cells would still compute on the CPU; add --set run.device=cuda."
         )
     from quiverfl.sweeps.memory_needed import memory_needed
 

@@ -76,7 +76,7 @@ class FederatedData(Shown):
     normalize: Prepare | None = None
     """What was done to the inputs before they came here: a model in use must do it, too."""
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """How `partition` made it, as [data] of a configuration says it; empty for one's own arrays."""
+    """How `partition` made it, as [data] of a configuration says it; empty for your own arrays."""
 
     @classmethod
     def from_arrays(
@@ -200,7 +200,7 @@ def _tensor(where: str, part: Any) -> Tensor:
         return torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
         said = str(error).rstrip(". ")
-        raise QuiverError(f"{where}: a {type(part).__name__} is no array: {said}.") from error
+        raise QuiverError(f"{where}: a {type(part).__name__} is not an array: {said}.") from error
 
 
 def _check_rows(where: str, x: Tree, y: Tree) -> int:
@@ -228,8 +228,8 @@ def _check_like(where: str, what: str, tree: Tree, first: Tree) -> None:
     mine, theirs = dict(leaves(tree)), dict(leaves(first))
     if list(mine) != list(theirs):
         raise QuiverError(
-            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: the same, in the "
-            "same order."
+            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: give the same, in "
+            "the same order."
         )
     for path, leaf in mine.items():
         if leaf.shape[1:] != theirs[path].shape[1:]:

@@ -172,7 +172,7 @@ def _test_like_train(
 def _some_of_each(
     dataset: Dataset, test: Sequence[Integers], wanted: int | None, seed: int
 ) -> list[Integers]:
-    """At most so many of every owner's test examples, in the proportions of all that are theirs."""
+    """At most this many of every owner's test examples, in the proportions of all of theirs."""
     some = list(test)
     for client, rows in enumerate(test):
         if wanted is not None and len(rows) > wanted:

@@ -19,7 +19,7 @@ Shares = list[Integers]
 
 
 def iid(dataset: Dataset, clients: int | None, samples: int | None, seed: int) -> Shares:
-    """Equal parts of one shuffled heap."""
+    """Equal parts of all examples, shuffled."""
     clients = _stated(clients, "iid")
     size = equal_size(dataset, clients, samples)
     order = stream(seed, "partition-iid").permutation(len(dataset.train_y))
@@ -63,7 +63,7 @@ def dirichlet_by_class(
     """Most libraries': each class is shared out by Dir(alpha) over the clients; unequal sizes.
 
     A client that gets fewer than `min_samples` is filled up from the largest one, instead of
-    drawing everything again until luck has it.
+    drawing everything again until everyone has enough.
     """
     clients = _stated(clients, "dirichlet_by_class")
     _check_alpha(alpha)

@@ -1,7 +1,7 @@
-"""mixed = P · messages where the rows lie on several ranks: columns change hands twice.
+"""mixed = P · messages where the rows are on several ranks: columns change hands twice.
 
 Every rank has the rows of its own clients. A block of columns is dealt so that each rank has *all*
-rows of some of them, multiplies these as one process would, on the same chunks and hence with the
+rows of some of them, multiplies these as one process would, on the same chunks and so with the
 same sums in the same order, and deals them back. While a block is multiplied the next one is on its
 way and the one before returns. Each rank sends 2 (R - 1) / R² of all messages, whatever the graph.
 """

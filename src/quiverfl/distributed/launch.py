@@ -28,7 +28,7 @@ class RankKilled(QuiverError):
 
 
 def launch(ranks: int, arguments: Sequence[str], restarts: int) -> int:
-    """Run `quiver ARGUMENTS` on so many ranks; the exit code that they agree on.
+    """Run `quiver ARGUMENTS` on this many ranks; the exit code that they agree on.
 
     Where a rank is killed all are started again, at most `restarts` times: the command resumes
     from the last checkpoint.

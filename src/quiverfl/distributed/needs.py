@@ -1,4 +1,4 @@
-"""What a configuration needs on so many ranks: memory of each, bytes between them."""
+"""What a configuration needs on this many ranks: memory of each, bytes between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of many ranks is the very file that one process would write.
+"""A checkpoint of many ranks is the file that one process would write.
 
 Rank 0 writes it, a piece at a time as the others send them, so that no rank ever holds the states
 of all clients and only rank 0 needs the folder. Any number of ranks can read it: rank 0 checks the
@@ -49,7 +49,7 @@ class GatheredCheckpoints:
             with replacing(path.with_suffix(".safetensors")) as draft:
                 digest = write_pieces(shapes, streams.__getitem__, draft)
         except OSError:
-            for name in file_order(shapes):  # the others are sending all the same
+            for name in file_order(shapes):  # the others are sending anyway
                 for _ in streams[name]:
                     pass
             raise

@@ -29,7 +29,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.trials import Trial
-from quiverfl.errors import Stopped
+from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -59,6 +59,11 @@ class RankSimulation:
 
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
+        if self.settings.arithmetic == "peers":
+            raise QuiverError(
+                'run.arithmetic = "peers" is computed by one process: leave it out, or leave '
+                "--ranks out."
+            )
         check_fit(
             self.task,
             self.data,

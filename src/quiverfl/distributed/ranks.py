@@ -36,7 +36,7 @@ Found = TypeVar("Found")
 
 
 class RankFailed(QuiverError):
-    """Another rank could not go on; it has said why, or rank 0 says it here."""
+    """Another rank could not continue; it has said why, or rank 0 says it here."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Byte images with their channels last: gathered, cropped, flipped and normalised in one go.
 
-As convolutions on a CPU like them. A row of a cut is one copy, and what is moved are bytes, a
-quarter of the memory; what comes out is bit for bit what `prepare` and `augment` make of them.
+Convolutions on a CPU are fastest with this layout. A row of a cut is one copy, and what is moved
+are bytes, a quarter of the memory; the result is bit for bit what `prepare` and `augment` give.
 """
 
 from __future__ import annotations

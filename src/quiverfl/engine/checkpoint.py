@@ -65,7 +65,7 @@ class Checkpoint:
         return None if self.executor is None else Measured(self.executor)
 
     def copy(self) -> Checkpoint:
-        """One that stays as it is while the run goes on."""
+        """A copy that stays as it is while the run continues."""
         return Checkpoint(
             self.round,
             {name: leaf.clone() for name, leaf in self.tensors.items()},

@@ -65,7 +65,7 @@ class KeyedDraws(TorchFunctionMode):
         if kwargs.pop("generator", None) is not None:
             raise QuiverError(
                 f"the model calls {function.__name__} with a generator of its own, whose state "
-                "is no part of its parameters: leave the generator out."
+                "is not part of its parameters: leave the generator out."
             )
         return replaced(self, *args, **kwargs)
 
@@ -81,7 +81,7 @@ class KeyedDraws(TorchFunctionMode):
         return _mix(place)
 
     def uniform(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """In [0, 1), of 24 bits: as many as float32 can tell apart there."""
+        """In [0, 1), of 24 bits: as many as float32 distinguishes there."""
         return (((self.bits(shape) >> 40) & ((1 << 24) - 1)).to(dtype)) * 2.0**-24
 
     def normal(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ def check_fit(
     epochs = settings.epochs_per_client
     if epochs is not None and len(epochs) != clients:
         raise QuiverError(
-            f"epochs_per_client has {len(epochs)} entries for {clients} clients: one each."
+            f"epochs_per_client has {len(epochs)} entries for {clients} clients: give one each."
         )
     check_phases(method, method.phases(task), epochs is not None)
     for phase in method.phases(task):
@@ -95,8 +95,8 @@ def _misspelt(method: Any) -> None:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         if close:
             raise QuiverError(
-                f"{type(method).__name__} has {name!r}, which nobody looks for: did you mean "
-                f"{close[0]!r}?"
+                f"{type(method).__name__} has {name!r}, which the engine does not know: did you "
+                f"mean {close[0]!r}?"
             )
 
 

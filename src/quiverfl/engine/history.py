@@ -52,5 +52,5 @@ class History:
 
 
 def evaluates(round: int, every: int, rounds: int) -> bool:
-    """Whether a round is evaluated: every so many of them, and the last of all."""
+    """Whether a round is evaluated: every `every` rounds, and the last."""
     return (round + 1) % every == 0 or round == rounds - 1

@@ -1,4 +1,4 @@
-"""A method's functions for stacked clients; what goes wrong in them is said in a sentence."""
+"""A method's functions for stacked clients; errors in them become a sentence."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _check_training(program: Program, x: Tree) -> None:
     if watch.culprit is not None:
         raise QuiverError(
             f"the model draws random numbers with {watch.culprit}, which cannot be reproduced per "
-            "client. nn.Dropout and its kin, torch.rand, randn, rand_like, randn_like and "
+            "client. nn.Dropout and its variants, torch.rand, randn, rand_like, randn_like and "
             "bernoulli can; for dropout inside nn.LSTM or nn.GRU put nn.Dropout between layers."
         )
     for name, buffer in program.module.named_buffers():
@@ -83,7 +83,7 @@ def _check_use(program: Program, x: Tree) -> Tree:
     outputs = _outputs(program, x, watch)
     if watch.culprit is not None or watch.count:
         raise QuiverError(
-            "the model draws random numbers in use, not in training alone: pass "
+            "the model draws random numbers in evaluation too, not only in training: pass "
             "training=self.training to F.dropout, or draw only if self.training."
         )
     alone = _outputs(program, mapped(lambda leaf: torch.cat([leaf[:1], leaf[:1]]), x))
@@ -91,7 +91,7 @@ def _check_use(program: Program, x: Tree) -> Tree:
         if both.ndim and not torch.allclose(both[:1], one[:1], 1e-3, 1e-4, equal_nan=True):
             where = f", in its output {name!r}," if name else ""
             raise QuiverError(
-                f"what the model says of a sample{where} depends on the other samples of the "
+                f"the model's output for a sample{where} depends on the other samples of the "
                 "batch. Batches are padded, so it must not: normalise each sample by itself "
                 "(nn.GroupNorm, nn.LayerNorm)."
             )

@@ -1,10 +1,10 @@
 """A model as a function of stacked parameters, and the two ways of computing it for many clients.
 
-`Vectorized` computes all clients of a chunk together (vmap: batched matrix products), which is what
-dense models like; `Sequential` binds the parameters of one client after the other to one module,
-which is what convolutional models like on a CPU (engine/workers.py: several at a time, each on a
-module of its own). Both give the same numbers up to rounding, and nothing above them can tell which
-one is at work.
+`Vectorized` computes all clients of a chunk together (vmap: batched matrix products), which is
+fastest for dense models; `Sequential` binds the parameters of one client after the other to one
+module, which is fastest for convolutional models on a CPU (engine/workers.py: several at a time,
+each on a module of its own). Both give the same numbers up to rounding, and nothing above them can
+tell which one is at work.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Program:
 
 
 class Executor(Protocol):
-    """How the clients of a chunk are computed together: so many to train, so many to evaluate."""
+    """How the clients of a chunk are computed together: how many to train, how many to evaluate."""
 
     @property
     def name(self) -> str: ...
@@ -265,7 +265,7 @@ class Sequential:
         return gradient
 
     def _first(self, x: Tensor) -> Tensor:
-        """The one client's, laid out as its layers like it."""
+        """The one client's, in the layout that is fastest for its layers."""
         one = x[0]
         return one.contiguous(memory_format=self.image_format) if one.ndim == 4 else one
 

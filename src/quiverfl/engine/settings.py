@@ -14,6 +14,7 @@ from quiverfl.errors import QuiverError, nearest
 ExecutorName = Literal["auto", "vectorized", "sequential", "measure"]
 Precision = Literal["float32", "tf32", "bf16"]
 Where = Literal["device", "host"]
+Arithmetic = Literal["matrix", "peers"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class RunSettings:
     `epochs_per_client` replaces the epochs of the phase that trains what is sent. `keep_local`
     keeps, at the end, every client's model from before the last communication: one more copy of
     all models. `gradients` measures, in every evaluated round, the gradients that DFedPGP's
-    theorem bounds (engine/gradients.py).
+    theorem bounds (engine/gradients.py). `arithmetic="peers"` rounds as real peers do, one client
+    at a time: a share before it is sent, sums in client order, mass in whole units.
 
     `precision` says how exactly products are computed (engine/precision.py), `compile` that the
     vectorized step is compiled first, `states` whether the clients' states lie on the device or in
@@ -37,6 +39,7 @@ class RunSettings:
     device: torch.device | str = "cpu"
     threads: int | None = None
     executor: ExecutorName = "auto"
+    arithmetic: Arithmetic = "matrix"
     common_init: bool = True
     epochs_per_client: tuple[int, ...] | None = None
     evaluate_every: int = 1
@@ -59,12 +62,15 @@ class RunSettings:
             _whole("chunk", self.chunk, 1)
         for name, known in (
             ("executor", get_args(ExecutorName)),
+            ("arithmetic", get_args(Arithmetic)),
             ("precision", get_args(Precision)),
             ("states", get_args(Where)),
         ):
             if getattr(self, name) not in known:
                 value = getattr(self, name)
                 raise QuiverError(f"{name} = {value!r}: {nearest(str(value), known)}")
+        if self.arithmetic == "peers":
+            self._one_by_one()
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise QuiverError(
                 f"dtype = {self.dtype!r}: give a floating-point type, such as torch.float32."
@@ -100,6 +106,15 @@ class RunSettings:
                 'precision = "bf16" with executor = "vectorized": torch.vmap ignores autocast, so '
                 'everything would stay float32; set executor = "sequential", or leave it out.'
             )
+
+    def _one_by_one(self) -> None:
+        """A peer computes one client; several in one product would round otherwise."""
+        if self.executor == "vectorized":
+            raise QuiverError(
+                'executor = "vectorized" computes several clients in one product, which rounds '
+                'otherwise than a peer does: with arithmetic = "peers" use "sequential" or "auto".'
+            )
+        object.__setattr__(self, "executor", "sequential")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunSettings:

@@ -287,8 +287,8 @@ class Shard:
             if torch.isnan(leaf).any() and not any(torch.isnan(a).any() for a in arrived.values()):
                 raise QuiverError(
                     f"{self.method.title}: merge reads what message sent as it stands in the state "
-                    f"({', '.join(gone)}), and so cannot tell field {name!r}. The exchange mixes "
-                    "in that memory: send a copy (.clone()) of what merge needs."
+                    f"({', '.join(gone)}), and so cannot compute field {name!r}. The exchange "
+                    "mixes in that memory: send a copy (.clone()) of what merge needs."
                 )
 
     def _check_loss(self, losses: Floats, group: Group, round: int) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
 from quiverfl.engine.precision import computing
@@ -20,7 +19,9 @@ from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.engine.simulation_run import Run
+from quiverfl.engine.splitting import splitting
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
@@ -45,6 +46,8 @@ class Simulation:
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
+        if self.settings.arithmetic == "peers":
+            splitting(self.method, self.topology, self.settings.rounds)
 
     def run(
         self,
@@ -65,7 +68,8 @@ class Simulation:
         ):
             measured = None if resume is None else resume.measured
             shard = Shard(self.task, data, self.method, self.training, settings, measured=measured)
-            exchange, history, start = MatrixExchange(self.method.delay), History(), 0
+            exchange = exchange_for(self.method, self.topology, settings)
+            history, start = History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)
                 history, start = resume.history.copy(), resume.round

@@ -156,7 +156,7 @@ class Run(Shown):
         return self._shard.model(row, stage)
 
     def checkpoint(self) -> Checkpoint:
-        """The whole state as it is, a copy: `simulate(resume=…)` with the same arguments goes on
+        """The whole state as it is, a copy: `simulate(resume=…)` with the same arguments continues
         from it, or, after the last round, gives the same Run back without computing anything."""
         rounds = len(self._history.records)
         return Checkpoint.take(rounds, self._shard, self._exchange, self._history).copy()

@@ -36,7 +36,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step's samples [k, width] of the first k clients, so many of which count.
+    """One step's samples [k, width] of the first k clients; `counts` of them count.
 
     `among` are the counts of everybody in the company who takes this step: the width is the
     largest of them.

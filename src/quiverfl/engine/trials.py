@@ -128,6 +128,6 @@ def _vmap_loops(allowed: bool) -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Of torch's message, which goes on to invite to file an issue."""
+    """Of torch's message, whose rest invites to file an issue."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].strip().rstrip(".")

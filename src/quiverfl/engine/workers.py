@@ -64,7 +64,7 @@ def side_by_side(work: Callable[[Item], None], items: Iterable[Item], workers: i
             waiting.extend(pool.submit(begun, item) for item in items)
             while waiting:  # no name is kept: an error would hold what its own frame holds
                 waiting.popleft().result()
-        except BaseException:  # Ctrl-C is one: nobody shall wait for a long client to finish
+        except BaseException:  # Ctrl-C is one: nobody should wait for a long client to finish
             halt.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -104,7 +104,7 @@ class Train(Generic[S]):
     settings: Callable[[Training], Training] | None = None
     """Other optimizer settings for this phase only."""
     keep_optimizer: bool = False
-    """Momentum and the like live on to the next round; otherwise they start afresh."""
+    """Keep the optimizer's state for the next round; otherwise it is reset."""
 
 
 @dataclass(frozen=True)

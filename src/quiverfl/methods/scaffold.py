@@ -12,7 +12,7 @@ Algorithm 1 with option II. Line numbers are its own.
     |S|/N      Trained.share         of the clients, those who train in this round
 
 Differences from the paper: the global step size is 1. Its option II is made for plain SGD, where
-(x - y_i) / (K η_l) is the mean of the steps' gradients. With momentum a gradient goes on moving the
+(x - y_i) / (K η_l) is the mean of the steps' gradients. With momentum a gradient keeps moving the
 model, up to ten times as far, and the mean is x - y_i over how far a constant gradient would have.
 """
 

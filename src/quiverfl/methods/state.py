@@ -1,4 +1,4 @@
-"""The fields of a method's state. Their types say how they lie; engine and peers read that.
+"""The fields of a method's state. Their types say what shape they have; engine and peers read that.
 
     class PushSumState(NamedTuple):
         u: Shared       # a vector like the shared parameters

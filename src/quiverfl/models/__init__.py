@@ -30,12 +30,12 @@ MODELS: dict[str, ModelFactory] = {
 
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-    """A fresh model by its name in MODELS, or one's own by `module:function`."""
+    """A fresh model by its name in MODELS, or your own by `module:function`."""
     factory = check_model(name, options)
     try:
         model = factory(input_shape, classes, **options)
     except Exception as error:
-        # Also whatever a function of one's own raises: where it did is all they need.
+        # Also whatever a function of your own raises: where it did is all they need.
         raise QuiverError(
             f"model {name!r} cannot be made for inputs {list(input_shape)}, {classes} classes and "
             f"options {options}: {type(error).__name__}: {error} ({origin(error)})"

@@ -19,12 +19,12 @@ GROUPS = 32
 def group_norm(model: nn.Module, groups: int = GROUPS) -> nn.Module:
     """The same model with every BatchNorm replaced by a GroupNorm of the same weights.
 
-    It has at most so many groups, of at least two channels each; BatchNorm1d, whose inputs may be
+    It has at most this many groups, of at least two channels each; BatchNorm1d, whose inputs may be
     vectors without further dimensions, becomes one group. Running statistics are left out: a
-    pre-trained model needs some training to find its way without them.
+    pre-trained model needs some training to recover without them.
     """
     if not isinstance(model, nn.Module):
-        raise QuiverError(f"group_norm: a {type(model).__name__} is no nn.Module.")
+        raise QuiverError(f"group_norm: a {type(model).__name__} is not an nn.Module.")
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise QuiverError(
             f"group_norm: groups = {groups!r}: it must be a whole number, at least 1."

@@ -1,8 +1,8 @@
-"""Proof that no mass was lost or counted twice: the peers' books against each other. Pure.
+"""Proof that no mass was lost or counted twice: the peers' records against each other. Pure.
 
 Every commit leaves an entry, every share a line at its sender and a line at its receiver. The audit
 reads these statements and nothing else, so it runs on live stores, on stopped ones and on the
-books of a simulated network alike.
+records of a simulated network alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPENING = ("start", "join")
 RECEIPTS = {"acknowledged": "applied", "refunded": "refused"}
 """What the receiver has signed of a share in this state."""
 DRIFT = 1e-12
-"""Bound on the difference between the books' float64 sums, relative to the magnitudes in them."""
+"""Bound on the difference between the records' float64 sums, relative to the magnitudes in them."""
 
 Genuine = Callable[[str, Transfer, str, str], bool]
 """(word, transfer, agreement, the sender's store or nothing) → the transfer's proof holds."""
@@ -62,7 +62,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Statement:
-    """One peer's books at one moment."""
+    """One peer's records at one moment."""
 
     name: str
     units: int
@@ -70,7 +70,7 @@ class Statement:
     entries: Sequence[Entry]
     sent: Sequence[Sent]
     received: Sequence[Received]
-    total: float  # float64 sum of the shared numbers in its stored state, computed anew
+    total: float  # float64 sum of the shared numbers in its stored state, computed again
     gone: frozenset[str] = frozenset()
     incarnation: str = ""  # of its store
     agreement: str = ""  # hash of run, configuration and manifest: the same for all peers of a run
@@ -93,7 +93,9 @@ class Report:
     missing: list[str] = field(default_factory=list)  # dealt with, but no store of theirs is here
     signatures: int | None = None  # checked; None: no roster was given to check them with
     problems: list[str] = field(default_factory=list)
-    culprits: list[str] = field(default_factory=list)  # whose books are wrong, where books can tell
+    culprits: list[str] = field(
+        default_factory=list
+    )  # whose records are wrong, where they can tell
 
     def blame(self, peer: str | None, problem: str) -> None:
         self.problems.append(problem)
@@ -139,7 +141,7 @@ class Report:
             yield f"signatures       {self.signatures} checked"
         yield from self.problems
         if self.culprits:
-            yield f"wrong books      {', '.join(self.culprits)}"
+            yield f"wrong records    {', '.join(self.culprits)}"
         yield self.verdict
 
     @property
@@ -158,30 +160,31 @@ class Report:
 def audit(
     statements: Iterable[Statement], *, live: bool = False, genuine: Genuine | None = None
 ) -> Report:
-    """Check every book by itself, every link from both ends, and the sums over all.
+    """Check every statement by itself, every link from both ends, and the sums over all.
 
     With `live`, statements were taken one after the other from running peers: a receiver may then
-    know a transfer that its sender's older statement does not. Stopped stores get no such excuse.
-    With `genuine`, which knows the keys of the roster, signatures tell whose books are wrong.
+    know a transfer that its sender's older statement does not. For stopped stores this is an error.
+    With `genuine`, which knows the keys of the roster, signatures tell whose records are wrong.
     """
     given = list(statements)
-    books = {statement.name: statement for statement in given}
+    by_name = {statement.name: statement for statement in given}
     if len({statement.agreement for statement in given}) > 1:
         raise QuiverError(
-            "these stores are not of one run: their peers had another configuration or model."
+            "these stores are not of the same run: their peers had different configurations or "
+            "models."
         )
-    if len(books) < len(given):
+    if len(by_name) < len(given):
         raise QuiverError("a peer's store was given twice: give that of every peer once.")
-    evicted = {peer for book in books.values() for peer in book.gone}
-    inside = {name: book for name, book in books.items() if name not in evicted}
+    evicted = {peer for statement in given for peer in statement.gone}
+    inside = {name: statement for name, statement in by_name.items() if name not in evicted}
     report = Report(peers=len(inside), signatures=None if genuine is None else 0)
-    for book in inside.values():
-        _own_books(book, report)
+    for statement in inside.values():
+        _own_records(statement, report)
         if genuine is not None:
-            _proofs(book, report, genuine)
+            _proofs(statement, report, genuine)
     _links(inside, report, live, genuine)
-    named = {s.transfer.receiver for b in inside.values() for s in b.sent}
-    named |= {r.transfer.sender for b in inside.values() for r in b.received}
+    named = {s.transfer.receiver for one in inside.values() for s in one.sent}
+    named |= {r.transfer.sender for one in inside.values() for r in one.received}
     evicted |= {name for name in named if PAST in name}
     report.evicted = sorted(evicted)
     report.missing = sorted(named - evicted - set(inside))
@@ -193,53 +196,63 @@ def audit(
     return report
 
 
-def _own_books(book: Statement, report: Report) -> None:
+def _own_records(statement: Statement, report: Report) -> None:
     """Each entry continues the one before it, and the last is what the account says."""
     units, total = 0, 0.0
-    for number, entry in enumerate(book.entries):
+    for number, entry in enumerate(statement.entries):
         if units + entry.units_in - entry.units_out != entry.units:
-            report.blame(book.name, f"{book.name}: entry {number} does not add up in mass.")
+            report.blame(
+                statement.name, f"{statement.name}: entry {number} does not add up in mass."
+            )
         if number and abs(entry.rounding(total)) > ROUNDING * max(entry.scale, 1e-30):
-            report.blame(book.name, f"{book.name}: entry {number} does not add up in u.")
+            report.blame(statement.name, f"{statement.name}: entry {number} does not add up in u.")
         units, total = entry.units, entry.total
-    if units != book.units:
-        report.blame(book.name, f"{book.name}: its account does not match its last entry.")
-    if total != book.total:
-        report.blame(book.name, f"{book.name}: its stored state is not the one it last committed.")
-    moved_in = sum(r.transfer.units for r in book.received if not r.refusal)
-    moved_out = sum(s.transfer.units for s in book.sent if s.status != "refunded")
-    started = sum(e.units_in for e in book.entries if e.kind in OPENING)
-    if started + moved_in - moved_out != book.units:
-        report.blame(book.name, f"{book.name}: its transfers do not explain its account.")
-    openings = [(number, e.units_in) for number, e in enumerate(book.entries) if e.kind in OPENING]
+    if units != statement.units:
+        report.blame(
+            statement.name, f"{statement.name}: its account does not match its last entry."
+        )
+    if total != statement.total:
+        report.blame(
+            statement.name, f"{statement.name}: its stored state is not the one it last committed."
+        )
+    moved_in = sum(r.transfer.units for r in statement.received if not r.refusal)
+    moved_out = sum(s.transfer.units for s in statement.sent if s.status != "refunded")
+    started = sum(e.units_in for e in statement.entries if e.kind in OPENING)
+    if started + moved_in - moved_out != statement.units:
+        report.blame(statement.name, f"{statement.name}: its transfers do not explain its account.")
+    openings = [
+        (number, e.units_in) for number, e in enumerate(statement.entries) if e.kind in OPENING
+    ]
     if openings != [(0, UNIT)]:
         report.blame(
-            book.name,
-            f"{book.name}: minted: its account was opened with {started / UNIT:g}; the roster, and "
-            "whoever joins, brings 1.",
+            statement.name,
+            f"{statement.name}: minted: its account was opened with {started / UNIT:g}; the "
+            "roster, and whoever joins, brings 1.",
         )
-    report.units += book.units
-    report.written_off += book.written_off
-    report.expected += UNIT - book.written_off  # whatever its own first entry says
+    report.units += statement.units
+    report.written_off += statement.written_off
+    report.expected += UNIT - statement.written_off  # whatever its own first entry says
 
 
-def _proofs(book: Statement, report: Report, genuine: Genuine) -> None:
+def _proofs(statement: Statement, report: Report, genuine: Genuine) -> None:
     """Every share taken is signed by its sender, every one given away by its receiver."""
-    for received in book.received:
+    for received in statement.received:
         _count(report)
-        if not genuine("share", received.transfer, book.agreement, ""):
+        if not genuine("share", received.transfer, statement.agreement, ""):
             t = received.transfer
             report.blame(
-                book.name, f"{t.sender} → {book.name} number {t.seq}: not signed by its sender."
+                statement.name,
+                f"{t.sender} → {statement.name} number {t.seq}: not signed by its sender.",
             )
-    for sent in book.sent:
+    for sent in statement.sent:
         word = RECEIPTS.get(sent.status)
         if word is not None:
             _count(report)
-            if not genuine(word, sent.transfer, book.agreement, book.incarnation):
+            if not genuine(word, sent.transfer, statement.agreement, statement.incarnation):
                 t = sent.transfer
                 report.blame(
-                    book.name, f"{book.name} → {t.receiver} number {t.seq}: no receipt for it."
+                    statement.name,
+                    f"{statement.name} → {t.receiver} number {t.seq}: no receipt for it.",
                 )
 
 
@@ -251,18 +264,18 @@ def _links(
     inside: dict[str, Statement], report: Report, live: bool, genuine: Genuine | None
 ) -> None:
     sums: list[float] = []
-    for name, book in inside.items():
-        for sent in book.sent:
+    for name, statement in inside.items():
+        for sent in statement.sent:
             report.transfers += 1
             report.refunded += sent.status == "refunded"
             if sent.transfer.receiver not in inside:
                 _across(sent, report)
-        for received in book.received:
+        for received in statement.received:
             if received.transfer.sender not in inside and not received.refusal:
                 report.expected += received.transfer.units
         for sender in inside:
             if sender != name:
-                _link(inside[sender], book, report, live, sums, genuine)
+                _link(inside[sender], statement, report, live, sums, genuine)
     scale = math.fsum(e.scale for b in inside.values() for e in b.entries[-1:])
     report.drift = abs(math.fsum(sums)) / max(scale, 1e-30)
     if report.drift > DRIFT:
@@ -270,7 +283,7 @@ def _links(
 
 
 def _across(sent: Sent, report: Report) -> None:
-    """A share to a peer whose books are not here."""
+    """A share to a peer whose records are not here."""
     if sent.status == "outbox":
         report.in_flight += sent.transfer.units
     elif sent.status == "acknowledged":
@@ -286,7 +299,7 @@ def _link(
     genuine: Genuine | None,
 ) -> None:
     def signer(word: str, transfer: Transfer, accused: str, otherwise: str) -> str | None:
-        """Whose books are wrong: whoever signed, if the signature holds; else who shows it."""
+        """Whose records are wrong: whoever signed, if the signature holds; else who shows it."""
         if genuine is None:
             return None
         return accused if genuine(word, transfer, sender.agreement, "") else otherwise

@@ -30,7 +30,7 @@ async def order(folder: PeerFolder, order: Order, timeout: float = 5.0) -> dict[
             raise QuiverError(f"{folder.own.name!r} refused: {problem.details()}") from None
         raise NotRunning(
             f"{folder.own.name!r} does not answer on {folder.own.bind}: it is not running, or "
-            f"still starting. quiver peer run {folder.path} goes on from its store."
+            f"still starting. quiver peer run {folder.path} continues from its store."
         ) from None
     finally:
         await channel.close()

@@ -1,7 +1,7 @@
 """What a sender can honestly have: what it started with, plus what it can show to have received.
 
 Whoever has pushed more than that must show shares that others signed to it before its next one is
-taken. Each share counts once: they are shown in the order of the shower's books.
+taken. Each share counts once: they are shown in the order of the records of whoever shows them.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Turns:
 
 
 class Intake:
-    """Models on their way: so many at once, one of each member, first come, first served."""
+    """Models on their way: a few at once, one of each member, first come, first served."""
 
     def __init__(self, places: int, limits: Limits) -> None:
         self._limits = limits

@@ -73,7 +73,7 @@ async def join_store(
         return Store.create(
             folder, accounts, memory, entry, agreement.hash, incarnation=incarnation
         )
-    raise QuiverError(f"nobody could be joined: {'; '.join(problems)}.")
+    raise QuiverError(f"no peer could be joined: {'; '.join(problems)}.")
 
 
 async def _pull(
@@ -90,7 +90,7 @@ async def _pull(
         assembly = Assembly(manifest.nbytes, header.digest)
         while not assembly.complete:
             assembly.add(await _frame(call))
-        message = manifest.unpack(assembly.payload())
+        message = manifest.unpack_whole(assembly.payload())
         if not finite(message):
             raise WireError("not finite", "its model is not finite.")
         return header.round, {leaf: values.copy() for leaf, values in message.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -98,6 +99,14 @@ class JsonLines(logging.Formatter):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
         return json.dumps({**line, "event": record.getMessage(), **fields}, default=str)
+
+
+def log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("quiverfl.peer")
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get("QUIVER_LOG", "INFO"))
 
 
 class Log:

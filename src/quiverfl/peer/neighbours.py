@@ -72,6 +72,7 @@ class Neighbours:
                 identity=identity.refresh,
                 incarnation=self._incarnation,
                 payload=store.payload,
+                size=store.payload_size,
                 vouchers=store.vouchers,
                 clocks=lambda peer: self.clocks(peer, 8),
                 compose=self.hello,

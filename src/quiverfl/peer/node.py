@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import safetensors.numpy
 
+from quiverfl.engine.accounting import Clock
 from quiverfl.engine.history import evaluates
+from quiverfl.engine.shares import UNIT, in_units, row
+from quiverfl.engine.splitting import check_split
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.descriptors import acceptable_connections
 from quiverfl.peer.files import write_durably
 from quiverfl.peer.identity import LiveIdentity
-from quiverfl.peer.learner import Learner, column, expected_senders, mutual_neighbours
+from quiverfl.peer.learner import Learner, expected_senders, mutual_neighbours, receivers
 from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
 from quiverfl.peer.offering import Offering
@@ -82,6 +86,7 @@ class Node:
             roster=self._roster,
             identity=self._identity,
             store=store,
+            copies=settings.copies,
         )
         self.offering = Offering(self.transactions, agreement, limits, store.folder)
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)
@@ -106,6 +111,7 @@ class Node:
         self._broken: QuiverError | None = None
         self.state = "starting"
         self.scores: dict[str, float] = {}
+        self._counted: dict[str, int] = {}
         self._outbox_since = time.monotonic()
         self._mutual = mutual_neighbours(topology, self.names, self.number)
 
@@ -169,7 +175,8 @@ class Node:
 
     def _outcome(self) -> Outcome:
         accounts = self.transactions.accounts
-        left = self.condition.leaving and not accounts.units and not accounts.outbox
+        gone = self.settings.copies or not accounts.units
+        left = self.condition.leaving and gone and not accounts.outbox
         waiting = len(accounts.outbox)
         outcome = Outcome(
             self.finished, left, self.stopping, waiting, self.scores, self._problems()
@@ -204,10 +211,22 @@ class Node:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
 
     async def _restore(self) -> None:
-        memory = self.transactions.memory
+        if not await self.off_loop(self._untouched):
+            await self._become()
+
+    def _untouched(self) -> bool:
+        """Whether nothing has happened yet: one's own first message is not merged with itself."""
+        accounts, first = self.transactions.accounts, self.transactions.memory.message
+        made = self.learner.message()
+        same = all(np.array_equal(leaf, made[name]) for name, leaf in first.items())
+        return accounts.round == 0 and not accounts.pushed and same
+
+    async def _become(self) -> None:
+        """The state of what is committed: the rest from before the merge, and what to merge."""
+        memory, mass = self.transactions.memory, self.transactions.mass
         await self.off_loop(self.learner.restore, memory.rest)
-        if self.transactions.accounts.units:
-            await self.off_loop(self.learner.merge, memory.message, self.transactions.mass)
+        if mass:
+            await self.off_loop(self.learner.merge, memory.message, mass)
 
     @property
     def stopping(self) -> bool:
@@ -243,8 +262,8 @@ class Node:
         refunding = self.neighbours.refunding()
         refunds = [sender.refund for sender in refunding if sender.refund]
         if receipts or refunds:
-            rest = await self.off_loop(self.learner.rest)
-            await self.transactions.absorb(receipts, refunds, rest, finish)
+            weigh = self._weigh if self.settings.copies else None
+            await self.transactions.absorb(receipts, refunds, finish, weigh)
         elif finish:
             await self.transactions.finish_round()
         transfers = [transfer for transfer, _ in receipts]
@@ -253,9 +272,21 @@ class Node:
         self.receiver.committed(transfers)
         for sender in refunding:
             sender.refund = None
-        if self.transactions.accounts.units:
-            memory = self.transactions.memory
-            await self.off_loop(self.learner.merge, memory.message, self.transactions.mass)
+        await self._become()
+
+    def _weigh(self, copies: Sequence[ledger.Transfer]) -> tuple[int, list[int]]:
+        """What the graph of its round says of each copy, and of the own message in this round.
+
+        After the last round the own one is a mean already, and counts as 1.
+        """
+        accounts, numbers = self.transactions.accounts, {n: i for i, n in enumerate(self.names)}
+        own = row(self.topology(accounts.round), self.number).get(self.number, 0.0)
+        others = [
+            row(self.topology(copy.round), self.number).get(numbers[copy.sender], 0.0)
+            for copy in copies
+        ]
+        mine = in_units(own) if accounts.pushed else UNIT
+        return mine, [in_units(weight) for weight in others]
 
     # Its rounds: train, split and commit, wait or not, merge.
     #
@@ -281,30 +312,43 @@ class Node:
             await self._round(self.transactions.accounts.round)
 
     async def _round(self, t: int) -> None:
-        graph, sync = self.topology(t), self._sync()
-        line: dict[str, Any] = {"round": t}
+        graph, sync, clock = self.topology(t), self._sync(), Clock()
+        check_split("copies" if self.settings.copies else "shares", graph, t)
+        active, share = bool(graph.active[self.number]), float(graph.active.mean())
+        line: dict[str, Any] = {"round": t, "active": int(active)}
         if not self.transactions.accounts.pushed:
             self.state = "training"
-            active, share = bool(graph.active[self.number]), float(graph.active.mean())
-            await self.off_loop(self.learner.train, t, active, share)
-            line["local"] = await self._evaluated(t, "local")
+            keep = t + 1 < self.settings.rounds and not self.topology(t + 1).active[self.number]
+            await self.off_loop(self.learner.train, t, active, share, active and bool(keep))
+            clock.lap("train_seconds")
+            line |= {"local": await self._evaluated(t, "local"), **self.learner.record()}
+            clock.lap("evaluate_seconds")
             self.state = "pushing"
-            if self.stopping or not await self._push(t, column(graph, self.names, self.number)):
+            if self.stopping or not await self._push(t, receivers(graph, self.names, self.number)):
                 return
         self.state = "waiting"
         if sync:
-            await self._gather(t, expected_senders(graph, self.names, self.number))
+            await self._gather(t, set(expected_senders(graph, self.names, self.number)))
         else:
             await self._breathe(t)
         if self.stopping:
             return
         await self.absorb(t if sync else None, finish=True)
+        clock.lap("mix_seconds")
         line["mixed"] = await self._evaluated(t, "mixed")
+        clock.lap("evaluate_seconds")
         self.scores = line["mixed"] or self.scores
-        line |= {"mass": self.transactions.mass, "sent_bytes": self.metrics.counts["sent_bytes"]}
+        line |= {"mass": self.transactions.mass, **self._bytes(), **clock.record()}
         self.metrics.add("rounds")
         self.record(line)
         self.log("round", **line)
+
+    def _bytes(self) -> dict[str, int]:
+        """What this peer has put on the network and taken from it since the last round."""
+        counts = {name: self.metrics.counts[name] for name in ("sent_bytes", "received_bytes")}
+        moved = {name: count - self._counted.get(name, 0) for name, count in counts.items()}
+        self._counted = counts
+        return moved
 
     def _sync(self) -> bool:
         return self.settings.mode == "sync"
@@ -333,11 +377,16 @@ class Node:
             for p, w in weights.items()
             if p not in others or (may and neighbours.free(p) and p not in barred)
         }
-        parts = ledger.as_parts(chosen)
-        home = parts.pop(self.agreement.name, 0)
         message = await self.off_loop(self.learner.message)
         rest = await self.off_loop(self.learner.rest)
-        for transfer in await self.transactions.push(t, message, rest, parts, home):
+        if self.settings.copies:
+            to = set(chosen) & others
+            transfers = await self.transactions.push_copies(t, message, rest, sorted(to))
+        else:
+            parts = ledger.as_parts(chosen)
+            home = parts.pop(self.agreement.name, 0)
+            transfers = await self.transactions.push(t, message, rest, parts, home)
+        for transfer in transfers:
             neighbours.senders[transfer.receiver].wake()
         return True
 
@@ -366,7 +415,7 @@ class Node:
             neighbours.absent |= late
 
     async def _breathe(self, t: int) -> None:
-        """Async: go on at once, unless asked to pause or too far ahead of the slowest heard."""
+        """Async: continue at once, unless asked to pause or too far ahead of the slowest heard."""
         if self.settings.pause:
             await self.until(lambda: False, self.settings.pause)
         if self.settings.staleness is not None:
@@ -429,7 +478,8 @@ class Node:
 
     async def _give_everything_away(self) -> None:
         """Tell everybody, then push everything out until nothing is left here or on its way."""
-        await self._ask()
+        if not self.settings.copies:
+            await self._ask()
         self.state = "leaving"
         if self.transactions.accounts.units:
             model = await self.off_loop(self.learner.model)
@@ -442,16 +492,12 @@ class Node:
             if self.receiver.staged or self.neighbours.refunding():
                 await self._take_in()
             heirs = [p for p in sorted(told) if self.neighbours.free(p)][:HEIRS]
-            if self.transactions.accounts.units and heirs:
+            if not self.settings.copies and self.transactions.accounts.units and heirs:
                 await self._give_away(heirs)
             accounts = self.transactions.accounts
             everybody = self.neighbours.staying() <= told
-            if (
-                everybody
-                and not accounts.units
-                and not accounts.outbox
-                and not self.receiver.staged
-            ):
+            left = self.settings.copies or not accounts.units
+            if everybody and left and not accounts.outbox and not self.receiver.staged:
                 return
             if accounts != before:
                 last_news = time.monotonic()
@@ -461,9 +507,8 @@ class Node:
         receipts = self.receiver.take()
         refunding = self.neighbours.refunding()
         refunds = [sender.refund for sender in refunding if sender.refund]
-        await self.transactions.absorb(
-            receipts, refunds, self.transactions.memory.rest, finish=False
-        )
+        weigh = self._weigh if self.settings.copies else None
+        await self.transactions.absorb(receipts, refunds, finish=False, weigh=weigh)
         self.receiver.committed([transfer for transfer, _ in receipts])
         for sender in refunding:
             sender.refund = None

@@ -1,7 +1,7 @@
 """Who was evicted, in the hands of those who did it: so that whoever was away hears of it.
 
 A notice says that one member deals no more with one store of another. A majority of the others
-decides; one member alone, or a forger, evicts nobody from anybody else's books.
+decides; one member alone, or a forger, evicts nobody from anybody else's records.
 """
 
 from __future__ import annotations

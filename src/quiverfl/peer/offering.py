@@ -52,7 +52,7 @@ class Offering:
     async def serve(self, member: str, join: Join, papers: Identity, send: Send) -> None:
         self._check(member, join)
         if self._intake.waiting >= QUEUE:
-            raise WireError("busy", "too many are joining at the same time; try again later.")
+            raise WireError("busy", "too many peers are joining at the same time; try again later.")
         async with self._intake.place(member) as left:
             self._check(member, join)  # it may have been evicted while it waited
             snapshot = await self._fresh()

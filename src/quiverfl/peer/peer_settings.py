@@ -12,7 +12,7 @@ class Settings:
 
     rounds: int
     mode: Literal["sync", "async"] = "sync"
-    deadline: float = 60.0  # seconds a round waits for missing shares before it goes on
+    deadline: float = 60.0  # seconds a round waits for missing shares before it continues
     staleness: int | None = None  # async: rounds a peer may be ahead of the slowest it has heard
     lend: float = 0.25  # async: mass a neighbour may have of this peer's before it gives some back
     pause: float = 0.0  # async: seconds between rounds
@@ -21,6 +21,7 @@ class Settings:
     metrics: str = ""
     trust_store: bool = False
     evaluate_every: int = 1
+    copies: bool = False  # of messages are sent, as the graph has it, in place of shares with mass
 
 
 @dataclass

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger, signing
 from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.credit import Credit
@@ -52,8 +53,9 @@ class Receiver:
         roster: LiveRoster,
         identity: LiveIdentity,
         store: Store,
+        copies: bool = False,
     ) -> None:
-        self._roster, self._identity = roster, identity
+        self._roster, self._identity, self._copies = roster, identity, copies
         self._incarnation = store.meta("incarnation")
         self._credit = Credit(agreement.hash, agreement.name, store.shown())
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
@@ -105,7 +107,7 @@ class Receiver:
         if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):
             self._metrics.add("duplicates")
         if verdict is Verdict.PROCEED:
-            verdict = await self._receive(transfer, frames, answer)
+            verdict = await self._receive(transfer, a.nbytes, frames, answer)
         if verdict is Verdict.STAGED:
             commit = self._commit_of(transfer)  # before anything else can happen
             await answer(Reply(word="staged"))
@@ -116,7 +118,7 @@ class Receiver:
         self._trace("after ack")
 
     def _unacceptable(self, sender: str, a: Announcement) -> Reply | None:
-        """Reasons that need neither the body nor the books."""
+        """Reasons that need neither the body nor the accounts."""
         link = self._transactions.accounts.link(sender)
         if a.sender != sender:
             return Reply(word="denied", reason=f"impostor: {sender} announced as {a.sender}")
@@ -124,8 +126,11 @@ class Receiver:
             return Reply(word="denied", reason=f"misdelivered: this is {self._agreement.name}")
         if a.agreement != self._agreement.hash:
             return Reply(word="denied", reason="agreement: another run, configuration or manifest")
-        if a.nbytes != self._agreement.manifest.nbytes:
+        if not self._agreement.manifest.allows(a.nbytes):
             return Reply(word="denied", reason=f"size: {a.nbytes} bytes are not the manifest's")
+        if self._copies != (a.units == 0):
+            kind = "copies without mass" if self._copies else "shares with a mass"
+            return Reply(word="denied", reason=f"mass: by the run's graph there are {kind} only")
         if not link.incarnation:
             return Reply(word="retry", reason="stranger: say hello first")
         if a.incarnation != link.incarnation:
@@ -147,7 +152,7 @@ class Receiver:
         return self._commits[key]
 
     async def _receive(
-        self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
+        self, transfer: Transfer, nbytes: int, frames: AsyncIterator[bytes], answer: Answer
     ) -> Verdict:
         """Take the body in; afterwards it is staged, or refused for good."""
         if len(self.staged) >= self._limits.staged:
@@ -156,9 +161,15 @@ class Receiver:
             return await self._refuse(transfer, "mass it cannot show")
         async with self._intake.place(transfer.sender) as left:
             await answer(Reply(word="proceed"))
-            assembly = Assembly(self._agreement.manifest.nbytes, transfer.digest)
-            await self._fill(assembly, frames, left)
-            message = self._agreement.manifest.unpack(assembly.payload())
+            assembly = Assembly(nbytes, transfer.digest)
+            await self._fill(assembly, nbytes, frames, left)
+            try:
+                message = self._agreement.manifest.unpack(assembly.payload())
+            except WireError:
+                raise
+            except QuiverError as problem:
+                self._log("refused", sender=transfer.sender, reason=str(problem))
+                return await self._refuse(transfer, "not a message")
         own = self._transactions.memory.message
         reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
         transfer = replace(transfer, total=value)
@@ -202,13 +213,16 @@ class Receiver:
         self.changed.set()
 
     async def _fill(
-        self, assembly: Assembly, frames: AsyncIterator[bytes], left: Callable[[int], float]
+        self,
+        assembly: Assembly,
+        nbytes: int,
+        frames: AsyncIterator[bytes],
+        left: Callable[[int], float],
     ) -> None:
         """Read a chunk while the one before it is checked.
 
         In a thread: checksums of a large share would hold up everybody else on the event loop.
         """
-        nbytes = self._agreement.manifest.nbytes
         filled = 0
         reading = asyncio.ensure_future(self._next(frames))
         try:
@@ -230,7 +244,7 @@ class Receiver:
             return "mass above the cap", total(message)
         if self._limits.outlier != "off":
             here = norm(own) / max(self._transactions.mass, 1e-12)
-            there = norm(message) / (transfer.units / UNIT)
+            there = norm(message) / (transfer.units / UNIT if transfer.units else 1.0)
             if there > self._limits.outlier_factor * here:
                 self._log.alarm("outlier", **_coordinates(transfer), norm=there, own=here)
                 self._metrics.add("alarms")
@@ -260,13 +274,11 @@ class Receiver:
         return signing.proof(papers, word, transfer, agreed, (store, self._incarnation))
 
     def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
-        """Staged shares in sender order; in sync mode those of rounds that are over."""
-        chosen = [
-            entry
-            for _, entry in sorted(self.staged.items())
-            if up_to is None or entry.transfer.round <= up_to
-        ]
-        return [(entry.transfer, entry.message) for entry in chosen]
+        """Staged shares in client order; in sync mode those of rounds that are over."""
+        here = [s for s in self.staged.values() if up_to is None or s.transfer.round <= up_to]
+        order = {name: number for number, name in enumerate(self._roster.current.names)}
+        here.sort(key=lambda entry: order.get(entry.transfer.sender, len(order)))
+        return [(entry.transfer, entry.message) for entry in here]
 
     def forget(self, sender: str) -> None:
         """Drop what is staged from a peer that was evicted, and what it has shown."""
@@ -292,7 +304,7 @@ async def _in_time(
         done, _ = await asyncio.wait({reading}, timeout=min(seconds, 0.25))
         if done:
             return reading.result()
-    raise WireError("slow", "too slow: the bytes come at a pace that nobody can wait for.")
+    raise WireError("slow", "too slow: the bytes arrive below the rate that a sender must keep up.")
 
 
 def _announced(a: Announcement) -> Transfer:

@@ -91,7 +91,7 @@ def entry(line: Entry) -> Change:
 
 
 def read_statement(folder: Path) -> Statement:
-    """One peer's books as of one moment, also while it runs."""
+    """One peer's records as of one moment, also while it runs."""
     if not (folder / FILE).exists():
         raise QuiverError(f"{folder} holds no peer's store.")
     for _ in range(20):

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -50,6 +50,7 @@ from quiverfl.peer.wire import (
 )
 
 LARGEST_FRAME = CHUNK + 1024
+Stored = TypeVar("Stored")
 
 
 class RestoredBackup(QuiverError):
@@ -100,6 +101,7 @@ class Sender:
         identity: Callable[[], Identity],
         incarnation: str,
         payload: Callable[[str], bytes],
+        size: Callable[[str], int],
         vouchers: Callable[[str, int, int], list[Transfer]],
         clocks: Callable[[str], list[Clock]],
         compose: Callable[[str], Hello],
@@ -116,7 +118,8 @@ class Sender:
             limits,
             roster,
         )
-        self._identity, self._incarnation, self._payload = identity, incarnation, payload
+        self._identity, self._incarnation = identity, incarnation
+        self._payload, self._size = payload, size
         self._vouchers, self._clocks = vouchers, clocks
         self._compose, self._on_greeting, self._on_refusal = compose, on_greeting, on_refusal
         self._metrics, self._log, self._trace = metrics, log, trace
@@ -269,7 +272,7 @@ class Sender:
             seq=transfer.seq,
             round=transfer.round,
             units=transfer.units,
-            nbytes=self._agreement.manifest.nbytes,
+            nbytes=await self._stored(self._size, transfer),
             digest=transfer.digest,
             proof=signing.proof(
                 self._identity(), "share", transfer, self._agreement.hash, self._stores()
@@ -283,7 +286,7 @@ class Sender:
             await call.write(self._metrics.sent(encode(await self._evidence(reply.rows))))
             reply = await self._reply(call, self._limits.idle_seconds)
         if reply.word == "proceed":
-            payload = await self._body(transfer)
+            payload = await self._stored(self._payload, transfer)
             for frame in frames(payload):
                 async with asyncio.timeout(self._limits.idle_seconds):
                     await call.write(self._metrics.sent(frame))
@@ -313,9 +316,10 @@ class Sender:
             ]
         )
 
-    async def _body(self, transfer: Transfer) -> bytes:
+    async def _stored(self, read: Callable[[str], Stored], transfer: Transfer) -> Stored:
+        """What the store has of a share, unless it was written off while it waited."""
         try:
-            return await asyncio.to_thread(self._payload, transfer.digest)
+            return await asyncio.to_thread(read, transfer.digest)
         except StoreError:
             if self._transactions.accounts.link(self.peer).outbox == transfer:
                 raise

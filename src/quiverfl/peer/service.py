@@ -157,7 +157,7 @@ class Server:
             ("grpc.keepalive_time_ms", milliseconds),
             ("grpc.keepalive_timeout_ms", milliseconds),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-            # A bad link delivers many pings at once; a member is not hung up on for that.
+            # A bad link delivers many pings at once; a member's connection is not closed for that.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", 512),
             # Whoever has no certificate holds a place for seconds, and never the last descriptor.

@@ -1,7 +1,7 @@
 """Shares and receipts signed with the keys of the roster: who sent what, and who took it.
 
 A proof is one line: the sender's store, the receiver's, the signer's public key (compressed P-256
-point), the signature. It stays in the books, so that an audit can tell whose books are wrong.
+point), the signature. It stays on record, so that an audit can tell whose records are wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def text_of(word: str, transfer: Transfer, agreement: str, stores: tuple[str, st
 
 
 def named(peer: str) -> str:
-    """A peer's name, also where the books speak of its evicted past."""
+    """A peer's name, also in records of its evicted past."""
     return peer.partition(PAST)[0]
 
 

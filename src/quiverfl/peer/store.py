@@ -24,6 +24,7 @@ from quiverfl.peer import schema
 from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
     cannot_write,
+    file_size,
     read_checked,
     remove_all_but,
     write_durably,
@@ -141,6 +142,9 @@ class Store:
     def payload(self, digest: str) -> bytes:
         return read_checked(self.folder / f"share-{digest}", digest)
 
+    def payload_size(self, digest: str) -> int:
+        return file_size(self.folder / f"share-{digest}")
+
     def shown(self) -> dict[str, str]:
         return {row[0]: row[1] for row in self._rows("SELECT sender, body FROM shown")}
 
@@ -148,7 +152,7 @@ class Store:
         return [row[0] for row in self._rows("SELECT body FROM notices ORDER BY rowid")]
 
     def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
-        """Shares taken from others than `receiver`, in the order they came, after so many."""
+        """Shares taken from others than `receiver`, in the order they came, from `rows` on."""
         query = (
             "SELECT * FROM received WHERE refusal = '' AND sender != ? ORDER BY rowid "
             "LIMIT ? OFFSET ?"

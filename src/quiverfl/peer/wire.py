@@ -27,7 +27,7 @@ SERVICE = "quiver.Peer"
 NOTICES = 1024
 NOTICES_LIMIT = 1 << 19
 VOUCHERS = 24
-"""At most so many fit into a control message."""
+"""At most this many fit into a control message."""
 
 _HEADER = struct.Struct("<QI")  # offset, crc32 of the data
 
@@ -63,7 +63,7 @@ class Clock(_Control):
 
 
 CLOCKS = 24
-"""At most so many fit into a control message beside the rest."""
+"""At most this many fit into a control message beside the rest."""
 Clocks = Annotated[list[Clock], Field(max_length=CLOCKS)]
 
 
@@ -80,7 +80,7 @@ class Hello(_Control):
     towards: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{16})?$")] = ""  # your store
     nonce: Hash
     sent: Count  # seq of my last transfer to you
-    acknowledged: Count  # of which you have taken so many
+    acknowledged: Count  # how many of them you have taken
     received: Count  # seq of the last transfer I took from you
     round: Count  # the one I am in
     clocks: Clocks = []  # what I have heard of others, and of you
@@ -107,7 +107,7 @@ class Announcement(_Control):
     incarnation: Token
     seq: Annotated[int, Field(ge=1, lt=2**62)]
     round: Count
-    units: Annotated[int, Field(ge=1, lt=2**62)]
+    units: Count  # 0 for a copy, which carries no mass
     nbytes: Count
     digest: Hash
     proof: Proof = ""  # this share, signed by its sender

@@ -6,25 +6,29 @@ import io
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
-import numpy.typing as npt
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from quiverfl.results import numbers
+from quiverfl.results.curve_data import (
+    Against,
+    Floats,
+    Range,
+    curves,
+    extremes,
+    has_moving_mass,
+    is_logarithmic,
+    shown_range,
+)
 from quiverfl.results.groups import Group, common_metric
 from quiverfl.results.output_files import replace_file
-from quiverfl.results.scores import run_scores, spent_by_round
-from quiverfl.results.summary import Report, mean_by_round
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Against: TypeAlias = Literal["rounds", "bytes", "steps"]
-AGAINST: tuple[Against, ...] = ("rounds", "bytes", "steps")
+from quiverfl.results.scores import run_scores
+from quiverfl.results.summary import Report
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -52,49 +56,58 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "quiver",
 }
-_AXIS_WORDS = {
+AXIS_WORDS = {
     "rounds": "rounds",
     "bytes": "bytes over the network",
     "steps": "local steps, all clients together",
 }
-_MOST_POINTS = 400
+MOST_POINTS = 400
 _WIDEST_LABEL = 26
-_LOG_FROM = 15.0
-"""Experiments whose costs differ by more than this share a logarithmic axis."""
 
 
 def draw_curves(
-    axes: Axes, groups: Sequence[Group], stage: str, against: Against = "rounds"
+    axes: Axes,
+    groups: Sequence[Group],
+    stage: str,
+    against: Against = "rounds",
+    metric: str | None = None,
+    late: bool = False,
 ) -> None:
-    """The mean over clients against what was spent; with several seeds their mean and range."""
-    metric = common_metric(groups)
-    ends: list[float] = []
-    for group in groups:
-        spent, middle, low, high = _curve(group, stage, against, metric)
-        if not len(middle):
+    """The mean over clients against what was spent; with several seeds their mean and range.
+
+    `late` scales by the later values, so that those who end close together can be told apart.
+    """
+    metric = metric or common_metric(groups)
+    drawn = curves(groups, stage, against, metric)
+    for one in drawn:
+        style, label = one.group.style, one.group.label
+        if one.level:
+            axes.axhline(one.middle[-1], color=style.color, linestyle=(0, (1, 2)), label=label)
             continue
-        color = group.style.color
-        if against != "rounds" and not spent[-1]:
-            axes.axhline(middle[-1], color=color, linestyle=(0, (1, 2)), label=group.label)
-            continue
-        if against != "rounds":  # before the first communication nothing is spent
-            spent, middle, low, high = (part[spent > 0] for part in (spent, middle, low, high))
-        ends.append(spent[-1])
-        axes.fill_between(spent, low, high, color=color, alpha=0.16, linewidth=0)
+        axes.fill_between(one.spent, one.low, one.high, color=style.color, alpha=0.16, linewidth=0)
         axes.plot(
-            spent,
-            middle,
-            color=color,
-            marker=group.style.marker,
+            one.spent,
+            one.middle,
+            color=style.color,
+            marker=style.marker,
             markersize=4.5,
-            markevery=_some(len(middle), groups.index(group), len(groups)),
-            label=group.label,
+            markevery=_some(len(one.middle), groups.index(one.group), len(groups)),
+            label=label,
         )
-    if against != "rounds" and ends and max(ends) > _LOG_FROM * min(ends):
+    if is_logarithmic(drawn, against):
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
+    if late:
+        _scale(axes, shown_range(drawn))
     _label_spent(axes, against)
     _label_metric(axes, metric, "y")
+
+
+def _scale(axes: Axes, values: Range | None) -> None:
+    if values is None or not np.isfinite(values).all():
+        return
+    margin = 0.05 * (values[1] - values[0]) or 0.05 * abs(values[0]) or 1.0
+    axes.set_ylim(values[0] - margin, values[1] + margin)
 
 
 def draw_clients(axes: Axes, groups: Sequence[Group], stage: str, report: Report = "last") -> None:
@@ -121,12 +134,6 @@ def draw_clients(axes: Axes, groups: Sequence[Group], stage: str, report: Report
     _label_metric(axes, metric, "x")
 
 
-def has_moving_mass(group: Group) -> bool:
-    """Whether μ ever left 1 (by more than rounding)."""
-    low, high = _extremes(group, "mu_min", np.min), _extremes(group, "mu_max", np.max)
-    return bool(len(low)) and bool((low < 1 - 1e-9).any() or (high > 1 + 1e-9).any())
-
-
 def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
     """The range of μ over clients, round by round, where it moves."""
     moving = [group for group in groups if has_moving_mass(group)]
@@ -134,7 +141,7 @@ def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
     for position, group in enumerate(moving):
         # Methods on one graph have one μ: dashes let the line below be seen.
         dashes = "-" if not position else (0, (4, 2 + 2 * position))
-        low, high = _extremes(group, "mu_min", np.min), _extremes(group, "mu_max", np.max)
+        low, high = extremes(group, "mu_min", np.min), extremes(group, "mu_max", np.max)
         rounds, color = low.index.to_numpy() + 1, group.style.color
         axes.fill_between(rounds, low, high, color=color, alpha=alpha, linewidth=0)
         for edge in (low, high):
@@ -148,23 +155,13 @@ def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
 def draw_consensus(axes: Axes, groups: Sequence[Group]) -> None:
     """How far the clients' shared parts are apart after each round."""
     for group in groups:
-        distance = _extremes(group, "consensus", np.mean)
+        distance = extremes(group, "consensus", np.mean)
         if len(distance):
             rounds = distance.index.to_numpy() + 1
             axes.plot(rounds, distance, color=group.style.color, label=group.label)
     _logarithmic(axes)
     axes.set_ylabel("consensus distance")
     _label_spent(axes, "rounds")
-
-
-def is_agreed(group: Group) -> bool:
-    """Whether the clients share one model after every round, as a server's do."""
-    distance = _extremes(group, "consensus", np.mean)
-    return bool(len(distance)) and bool((distance == 0).all())
-
-
-def has_consensus(groups: Sequence[Group]) -> bool:
-    return any(bool((_extremes(group, "consensus", np.mean) > 0).any()) for group in groups)
 
 
 def picture(draw: Callable[[Axes], None], width: float = 5.4, height: float = 3.3) -> Figure:
@@ -188,34 +185,6 @@ def _undated(kind: str) -> dict[str, None]:
     return {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
 
 
-def _curve(
-    group: Group, stage: str, against: Against, metric: str
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """(spent, mean, lowest, highest over seeds) at the rounds that every seed has evaluated."""
-    means, spent = [], []
-    for run in group.runs:
-        values = run.values(stage, metric)
-        means.append(mean_by_round(values) if len(values) else pd.Series(dtype=np.float64))
-        spent.append(spent_by_round(run, stage)[against])
-    table = pd.concat(means, axis=1, join="inner").dropna()
-    at = pd.concat(spent, axis=1, join="inner").mean(axis=1).reindex(table.index)
-    table, at = table[at.notna()], at.dropna()
-    columns = (at, table.mean(axis=1), table.min(axis=1), table.max(axis=1))
-    x, middle, low, high = (column.to_numpy(dtype=np.float64) for column in columns)
-    return x, middle, low, high
-
-
-def _extremes(group: Group, name: str, combine: Callable[..., float]) -> pd.Series:
-    """A column of the rounds, combined over seeds, at the rounds that every seed has."""
-    columns = [
-        run.rounds.set_index("round")[name].astype(float).dropna()
-        if name in run.rounds
-        else pd.Series(dtype=np.float64)
-        for run in group.runs
-    ]
-    return pd.concat(columns, axis=1, join="inner").sort_index().agg(combine, axis=1)
-
-
 def _some(points: int, turn: int, turns: int) -> tuple[int, int]:
     """About six markers along a curve, those of different curves at different places."""
     step = max(1, points // 6)
@@ -224,9 +193,9 @@ def _some(points: int, turn: int, turns: int) -> tuple[int, int]:
 
 def _thinned(values: Floats) -> Floats:
     """All values, or quantiles that stand for them where there are very many."""
-    if len(values) <= _MOST_POINTS:
+    if len(values) <= MOST_POINTS:
         return values
-    return np.quantile(values, np.linspace(0, 1, _MOST_POINTS))
+    return np.quantile(values, np.linspace(0, 1, MOST_POINTS))
 
 
 def _scattered(count: int) -> Floats:
@@ -237,7 +206,7 @@ def _scattered(count: int) -> Floats:
 
 
 def _label_spent(axes: Axes, against: Against) -> None:
-    axes.set_xlabel(_AXIS_WORDS[against])
+    axes.set_xlabel(AXIS_WORDS[against])
     if against == "bytes":
         axes.xaxis.set_major_formatter(FuncFormatter(_short_size))
     elif against == "steps":

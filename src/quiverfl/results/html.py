@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+from typing import Any
 
 
 class Markup(str):
@@ -29,3 +31,11 @@ def tag(name: str, /, *content: str, **attributes: str | int | None) -> Markup:
 
 def join(*content: str) -> Markup:
     return Markup("".join(c if isinstance(c, Markup) else html.escape(c) for c in content))
+
+
+def data(content: Any) -> Markup:
+    """JSON for the page's script; nothing in it can end the element it stands in."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return tag("script", Markup(text), type="application/json")

@@ -1,26 +1,33 @@
-"""The report: runs in one HTML file that needs nothing else, no script and no network."""
+"""The report: runs in one HTML file that needs nothing else and no network.
+
+Everything is in the page as still pictures and tables; its script, which is in the page too, makes
+them answer to the mouse.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from quiverfl.errors import QuiverError
-from quiverfl.results import report_sections, report_setup
+from quiverfl.results import palette, report_sections, report_setup
 from quiverfl.results.groups import Group, group_runs
-from quiverfl.results.html import Markup, join, tag
+from quiverfl.results.html import Markup, tag
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.run_files import RunResult, find_runs
 from quiverfl.results.summary import STAGES
 from quiverfl.results.tables import unfinished
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Even if a file's content got into the page as HTML, a browser would load and run nothing."""
-
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{}'"
+"""Even if a file's content got into the page as HTML, a browser would load nothing, and run
+nothing but the script whose digest this is."""
 
 GENERATOR = "Quiver"
+MOST_COMMANDS = 8
 LONGEST_TITLE = 80
 """Where experiments are counted in the title, not named."""
 
@@ -70,20 +77,27 @@ def page(groups: Sequence[Group], stage: str = "local") -> str:
 
 def document(title: str, *body: str) -> str:
     """A page that looks like a report, whatever is in it."""
-    whole = tag("html", _head(title), tag("body", *body), lang="en")
+    script = _resource("report.js")
+    content = tag("body", *body, tag("script", Markup(script)))
+    whole = tag("html", _head(title, script), content, lang="en")
     return f"<!doctype html>\n{whole}\n"
 
 
-def _head(title: str) -> Markup:
-    style = resources.files("quiverfl.results").joinpath("report.css").read_text(encoding="utf-8")
+def _resource(name: str) -> str:
+    return resources.files("quiverfl.results").joinpath(name).read_text(encoding="utf-8")
+
+
+def _head(title: str, script: str) -> Markup:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = _POLICY.format(digest)
     return tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         tag("meta", name="generator", content=GENERATOR),
         tag("title", title),
-        tag("style", Markup(style)),
+        tag("style", Markup(palette.theme() + _resource("report.css"))),
     )
 
 
@@ -135,7 +149,7 @@ def notes_of(groups: Sequence[Group]) -> list[str]:
             for run in group.left_out
         ]
     if len(groups) > 1 and all(len(group.runs) == 1 for group in groups):
-        notes.append("One seed each: small differences may be chance. Several seeds would tell.")
+        notes.append("One seed each: small differences may be chance; run several seeds.")
     return notes
 
 
@@ -145,11 +159,29 @@ def _notes(groups: Sequence[Group]) -> Markup:
 
 
 def _footer(groups: Sequence[Group]) -> Markup:
-    versions = _several(run.version for group in groups for run in group.runs)
-    count = sum(len(group.runs) for group in groups)
-    runs = "one run folder" if count == 1 else f"{count} run folders"
-    text = f"Made from {runs} written by Quiver {versions}. Rounds are counted from 1."
-    return tag("footer", join(text))
+    runs = [run for group in groups for run in group.runs]
+    made = "one run folder" if len(runs) == 1 else f"{len(runs)} run folders"
+    version = _several(_version(run) for run in runs)
+    words = f"Made from {made} written by Quiver {version}{_when(runs)}."
+    commands = dict.fromkeys(str(c) for run in runs if (c := run.environment.get("command")))
+    listed = [tag("p", tag("code", command)) for command in list(commands)[:MOST_COMMANDS]]
+    if len(commands) > MOST_COMMANDS:
+        listed.append(tag("p", f"and {len(commands) - MOST_COMMANDS} more commands."))
+    return tag("footer", tag("p", f"{words} Rounds are counted from 1."), *listed)
+
+
+def _version(run: RunResult) -> str:
+    commit = run.environment.get("commit")
+    return f"{run.version} (commit {commit})" if commit else run.version
+
+
+def _when(runs: Sequence[RunResult]) -> str:
+    """` between … and …`, to the minute."""
+    started = sorted(str(s) for run in runs if (s := run.environment.get("started")))
+    if not started:
+        return ""
+    first, last = (text[:16].replace("T", " ") for text in (started[0], started[-1]))
+    return f", started {first} UTC" if first == last else f", started {first} to {last} UTC"
 
 
 def _data_name(run: RunResult) -> str:

@@ -129,7 +129,7 @@ def seeds_needed(numbers: Sequence[float]) -> float:
 
 
 def power(effect: float, seeds: int) -> float:
-    """The chance that the test at 5 % finds a difference of so many standard deviations."""
+    """The chance that the test at 5 % finds a difference of this many standard deviations."""
     limit = float(special.stdtrit(seeds - 1, 1 - LEVEL / 2))
     shift = effect * math.sqrt(seeds)
     above = float(stats.nct.sf(limit, seeds - 1, shift))

@@ -2,11 +2,12 @@
 
 The colours are told apart with the common kinds of colour blindness (they are Okabe and Ito's and
 some of Tol's). Nobody tells more than a dozen apart: beyond that a colour comes again with another
-marker.
+marker. On a dark page the darkest colours would vanish: each has a lighter counterpart there.
 """
 
 from __future__ import annotations
 
+import colorsys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,3 +85,43 @@ def _free(taken: Counter[Style]) -> Style:
         colors[style.color] += times
         markers[style.marker] += times
     return min(_POOL, key=lambda s: (taken[s], colors[s.color], markers[s.marker]))
+
+
+_STRUCTURE = {
+    "#222222": "#ececee",
+    "#444444": "#c3c5ca",
+    "#7f7f7f": "#8b8e95",
+    "#b5b5b5": "#5b5e65",
+    "#ececec": "#2c2e33",
+    "#ffffff": "#16171a",
+}
+"""What axes, grids and names are drawn with, and what that is on a dark page."""
+_PAPER = ("#440154", "#3b528b", "#21908c", "#5dc863", "#c7a300")
+"""Further colours of the paper's figures."""
+
+
+def themed(color: str) -> str:
+    """A colour as a page writes it: one that has a counterpart on dark follows the page."""
+    known = color.lower()
+    return f"var(--c{known[1:]})" if known in ON_DARK else color
+
+
+def theme() -> str:
+    """The style sheet's lines that give every themed colour its two values."""
+    lines = (f"--c{light[1:]}: light-dark({light}, {dark});" for light, dark in ON_DARK.items())
+    return f":root {{ {' '.join(lines)} }}\n"
+
+
+def _lighter(color: str) -> str:
+    """The same hue, light enough to be seen on nearly black; black becomes nearly white."""
+    red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
+    light = 0.93 if light < 0.05 else max(light, 0.6)
+    return "#" + "".join(
+        f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, saturation)
+    )
+
+
+ON_DARK = _STRUCTURE | {
+    color.lower(): _lighter(color) for color in dict.fromkeys((*_COLORS, *_PAPER))
+}

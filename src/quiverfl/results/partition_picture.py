@@ -21,6 +21,8 @@ Integers = npt.NDArray[np.int64]
 
 FORMATS = ("png", "svg", "pdf")
 _INK, _QUIET, _BAR = "#222222", "#7F7F7F", "#4292A8"
+_ON_LIGHT, _ON_DARK = "#232323", "#FEFEFE"
+"""Numbers in cells. Like the cells, and unlike all else, they are the same on a dark page."""
 _NAMED_CLASSES = 24
 _NUMBERED_CLIENTS = 20
 
@@ -119,7 +121,7 @@ def _write_numbers(counts: Integers, axes: Axes) -> None:
     dark = 0.36 * counts.max()
     for client, label in zip(*np.nonzero(counts), strict=True):
         count = int(counts[client, label])
-        color = "white" if count > dark else _INK
+        color = _ON_DARK if count > dark else _ON_LIGHT
         axes.text(client, label, str(count), color=color, ha="center", va="center", fontsize=6.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,15 +13,16 @@ from matplotlib.figure import Figure
 
 from quiverfl.results.figures import picture
 from quiverfl.results.groups import Group
-from quiverfl.results.html import Markup, join, tag
-from quiverfl.results.palette import GLYPHS
+from quiverfl.results.html import Markup, data, join, tag
+from quiverfl.results.palette import GLYPHS, themed
 from quiverfl.results.protocol import STAGE_WORDS
+from quiverfl.results.report_charts import Chart
 from quiverfl.results.svg import inline_svg
 from quiverfl.results.table_formats import Table
 
 TEXT_NOT_EMOJI = "\ufe0e"
 LONG_LABEL = 24
-"""From so many letters on a table may break the name of an experiment."""
+"""Names of experiments longer than this may be broken over two lines in tables."""
 
 
 def section(name: str, title: str, *content: str) -> Markup:
@@ -32,18 +34,19 @@ def lead(text: str) -> Markup:
 
 
 def missing(text: str) -> Markup:
-    """What the files do not say is said, not passed over."""
+    """A note about what the files do not say."""
     return tag("p", text, class_="missing")
 
 
 def key(group: Group) -> Markup:
     """The colour and marker an experiment has in all figures."""
     glyph = GLYPHS[group.style.marker] + TEXT_NOT_EMOJI
-    return tag("span", glyph, class_="key", style=f"color:{group.style.color}", aria_hidden="true")
+    color = themed(group.style.color)
+    return tag("span", glyph, class_="key", style=f"color:{color}", aria_hidden="true")
 
 
 def legend(groups: Sequence[Group]) -> Markup:
-    items = [tag("li", key(group), group.label) for group in groups]
+    items = [tag("li", key(group), group.label, data_label=group.label) for group in groups]
     return tag("ul", *items, class_="legend") if len(groups) > 1 else Markup()
 
 
@@ -95,8 +98,16 @@ def _classes(table: Table, position: int, best: bool) -> str:
     return " ".join(name for name, wanted in names.items() if wanted)
 
 
-def panels(figures: Sequence[tuple[str, Figure]], name: str, kind: str = "panels") -> Markup:
-    """Figures beside each other, below each other on a narrow page."""
+def panels(
+    figures: Sequence[tuple[str, Figure]],
+    name: str,
+    kind: str = "panels",
+    charts: Sequence[Chart | None] = (),
+) -> Markup:
+    """Figures beside each other, below each other on a narrow page.
+
+    Where a figure has a chart the page's script draws that in its place.
+    """
     return tag(
         "div",
         *(
@@ -104,8 +115,11 @@ def panels(figures: Sequence[tuple[str, Figure]], name: str, kind: str = "panels
                 "figure",
                 tag("figcaption", *_two_parts(caption)),
                 inline_svg(figure, caption, f"{name}{position}"),
+                Markup() if chart is None else data(chart),
             )
-            for position, (caption, figure) in enumerate(figures)
+            for position, ((caption, figure), chart) in enumerate(
+                zip(figures, charts or repeat(None), strict=False)
+            )
         ),
         class_=kind,
     )
@@ -118,9 +132,9 @@ def _two_parts(caption: str) -> list[str]:
 
 
 def at_both_stages(
-    draw: Callable[..., None], stages: Sequence[str], height: float
+    draw: Callable[..., None], stages: Sequence[str], height: float, of: str = ""
 ) -> list[tuple[str, Figure]]:
-    """One figure per stage, all on the same scale: draw(axes, stage=…)."""
+    """One figure per stage, all on the same scale: draw(axes, stage=…). `of` is what is drawn."""
     figures = [picture(partial(draw, stage=stage), height=height) for stage in stages]
     drawn = [figure.axes[0] for figure in figures]
     for limits, change in (
@@ -129,7 +143,8 @@ def at_both_stages(
     ):
         for axes in drawn:
             change(axes, _hull(limits))
-    return [(f"stage {s}: {STAGE_WORDS[s]}", f) for s, f in zip(stages, figures, strict=True)]
+    name = f"{of}, stage" if of else "stage"
+    return [(f"{name} {s}: {STAGE_WORDS[s]}", f) for s, f in zip(stages, figures, strict=True)]
 
 
 def _hull(limits: Sequence[tuple[float, float]]) -> tuple[float, float]:

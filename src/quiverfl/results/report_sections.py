@@ -6,8 +6,25 @@ from collections.abc import Sequence
 from functools import partial
 
 from quiverfl.results import figures
-from quiverfl.results.groups import Group, common_metric
+from quiverfl.results.curve_data import (
+    AGAINST,
+    Against,
+    has_consensus,
+    has_moving_mass,
+    is_agreed,
+    metrics_shown,
+)
+from quiverfl.results.figures import draw_curves
+from quiverfl.results.groups import Group
 from quiverfl.results.html import Markup, tag
+from quiverfl.results.report_charts import (
+    Chart,
+    clients_chart,
+    consensus_chart,
+    curve_chart,
+    mass_chart,
+)
+from quiverfl.results.report_clients import client_table
 from quiverfl.results.report_parts import (
     at_both_stages,
     data_table,
@@ -31,6 +48,10 @@ _CURVE_WORDS = {
     "round's communication. A dotted line is the last value of a method that sent nothing.",
     "steps": "At equal computation: mini-batch steps of all clients together.",
 }
+_CUT = (
+    "Scales follow the values after the first fifth of the rounds, so that experiments that end "
+    "close together can be told apart; lower beginnings are cut off."
+)
 
 
 def results(groups: Sequence[Group], stages: Sequence[str]) -> Markup:
@@ -70,17 +91,32 @@ def _paired(groups: Sequence[Group], stages: Sequence[str]) -> list[Markup]:
 def curves(groups: Sequence[Group], stages: Sequence[str]) -> Markup:
     if not any(len(run.history) for group in groups for run in group.runs):
         return section("curves", "Learning curves", missing("Nothing has been evaluated yet."))
-    words = f"Mean over clients of the test {common_metric(groups)}, each on its own data."
+    shown = metrics_shown(groups)
+    words = f"Mean over clients of the test {' and '.join(shown)}, each on its own data."
     if any(len(group.runs) > 1 for group in groups):
         words += " Lines are means over seeds, bands reach from the lowest seed to the highest."
-    rows = []
-    for against in figures.AGAINST:
-        draw = partial(figures.draw_curves, groups=groups, against=against)
-        drawn = at_both_stages(draw, stages, height=3.3)
+    rows, cut = [], False
+    for against in AGAINST:
         rows.append(tag("h3", f"Against {against if against != 'steps' else 'local steps'}"))
         rows.append(lead(_CURVE_WORDS[against]))
-        rows.append(panels(drawn, f"{against}-"))
-    return section("curves", "Learning curves", lead(words), legend(groups), *rows)
+        for metric in shown if against == "rounds" else shown[:1]:
+            charts = [curve_chart(groups, stage, against, metric) for stage in stages]
+            cut = cut or all(chart["cut"] for chart in charts)  # both are on one scale
+            rows.append(_curve_panels(groups, stages, against, metric, charts))
+    note = lead(_CUT) if cut else Markup()
+    return section("curves", "Learning curves", lead(words), note, legend(groups), *rows)
+
+
+def _curve_panels(
+    groups: Sequence[Group],
+    stages: Sequence[str],
+    against: Against,
+    metric: str,
+    charts: Sequence[Chart],
+) -> Markup:
+    draw = partial(draw_curves, groups=groups, against=against, metric=metric, late=True)
+    drawn = at_both_stages(draw, stages, height=3.3, of=metric)
+    return panels(drawn, f"{against}-{metric}-", charts=charts)
 
 
 def clients(groups: Sequence[Group], stages: Sequence[str]) -> Markup:
@@ -97,14 +133,22 @@ def clients(groups: Sequence[Group], stages: Sequence[str]) -> Markup:
     )
     if any(len(group.runs) > 1 for group in groups):
         words += " The clients of all seeds are shown together."
-    return section("clients", "Distribution over clients", lead(words), panels(drawn, "clients-"))
+    charts = [clients_chart(groups, stage) for stage in stages]
+    return section(
+        "clients",
+        "Clients",
+        lead(words),
+        panels(drawn, "clients-", charts=charts),
+        tag("h3", "Client by client"),
+        client_table(groups, stages),
+    )
 
 
 def mass(groups: Sequence[Group]) -> Markup:
     """How far μ spreads and how far clients are apart."""
-    moving = [group for group in groups if figures.has_moving_mass(group)]
+    moving = [group for group in groups if has_moving_mass(group)]
     still = [group.label for group in groups if group not in moving]
-    drawn, words = [], []
+    drawn, charts, words = [], [], []
     if moving:
         drawn.append(
             (
@@ -112,16 +156,18 @@ def mass(groups: Sequence[Group]) -> Markup:
                 figures.picture(lambda axes: figures.draw_mass(axes, moving)),
             )
         )
-    if figures.has_consensus(groups):
+        charts.append(mass_chart(moving))
+    if has_consensus(groups):
         drawn.append(
             (
                 "Consensus distance: mean squared distance of the shared parts from their mean",
                 figures.picture(lambda axes: figures.draw_consensus(axes, groups)),
             )
         )
+        charts.append(consensus_chart(groups))
     if still:
         words.append(f"μ stays 1, or is not used: {', '.join(still)}.")
-    agreed = [group.label for group in groups if figures.is_agreed(group)]
+    agreed = [group.label for group in groups if is_agreed(group)]
     if agreed:
         words.append(f"The shared parts are equal after every round: {', '.join(agreed)}.")
     return section(
@@ -132,6 +178,8 @@ def mass(groups: Sequence[Group]) -> Markup:
             "a client's model is the learning rate over μ: a small μ is a large step."
         ),
         legend(groups) if drawn else Markup(),
-        panels(drawn, "mass-") if drawn else missing("No run recorded μ or a consensus distance."),
+        panels(drawn, "mass-", charts=charts)
+        if drawn
+        else missing("No run recorded μ or a consensus distance."),
         *(tag("p", text, class_="caption") for text in words),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,11 +69,18 @@ class RunResult:
     train_counts: Counts | None
     """[clients, classes]"""
     test_counts: Counts | None
+    train_sizes: Counts | None
+    """[clients]: how many samples each has, also where they have no classes."""
+    test_sizes: Counts | None
+    names: tuple[str, ...]
+    """Of the clients, where the data names its owners."""
     protocol: EvaluationProtocol | None
     """None until the run has finished."""
     finished: bool
     diverged: tuple[int, int] | None
     """(round, client) at which training produced a number that is not finite."""
+    member: Mapping[str, Any] = field(default_factory=dict)
+    """Of what one peer recorded: its name, its client's number, the run and its mode."""
 
     @cached_property
     def method(self) -> str:
@@ -108,6 +115,14 @@ class RunResult:
         import pandas as pd
 
         return None if self.test_counts is None else pd.Series(self.test_counts.sum(axis=1))
+
+    def client_name(self, client: int) -> str:
+        return self.names[client] if client < len(self.names) else str(client)
+
+    def client_size(self, client: int) -> int | None:
+        """How many training samples it has, if the folder says."""
+        sizes = self.train_sizes
+        return None if sizes is None or client >= len(sizes) else int(sizes[client])
 
     def values(self, stage: str, metric: str) -> pd.DataFrame:
         """Evaluated rounds × clients (see `summary.by_client`)."""
@@ -157,7 +172,7 @@ def read_run(folder: Path) -> RunResult:
     written = read_json(folder / "config.json")
     config = _mapping(written.get("config"))
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-    train_counts, test_counts = _read_counts(folder / "partition.npz")
+    partition = _read_partition(folder / "partition.npz")
     environment = folder / "environment.json"
     title, order = _method(written)
     return RunResult(
@@ -172,11 +187,15 @@ def read_run(folder: Path) -> RunResult:
         environment=read_json(environment) if environment.exists() else {},
         history=_read_frame(folder, "history"),
         rounds=_read_frame(folder, "rounds"),
-        train_counts=train_counts,
-        test_counts=test_counts,
+        train_counts=_counts(partition.get("train_counts")),
+        test_counts=_counts(partition.get("test_counts")),
+        train_sizes=_sizes(partition, "train"),
+        test_sizes=_sizes(partition, "test"),
+        names=tuple(str(name) for name in partition.get("names", ())),
         protocol=_protocol(summary.get("protocol")),
         finished=bool(summary.get("finished", False)),
         diverged=_place(summary.get("diverged")),
+        member=_mapping(written.get("member")),
     )
 
 
@@ -279,15 +298,22 @@ def _changed(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _read_counts(path: Path) -> tuple[Counts | None, Counts | None]:
+def _read_partition(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The arrays but for the samples' numbers, of which there may be very many."""
     if not path.exists():
-        return None, None
+        return {}
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            train, test = (_counts(arrays.get(f"{name}_counts")) for name in ("train", "test"))
+            return {name: arrays[name] for name in arrays if not name.endswith("_indices")}
     except Exception as problem:  # numpy raises whatever the damaged bytes lead it to
         raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
-    return train, test
+
+
+def _sizes(partition: Mapping[str, npt.NDArray[Any]], part: str) -> Counts | None:
+    offsets, counts = partition.get(f"{part}_offsets"), _counts(partition.get(f"{part}_counts"))
+    if offsets is not None and offsets.ndim == 1 and len(offsets) > 1:
+        return np.diff(offsets).astype(np.int64)
+    return None if counts is None else counts.sum(axis=1)
 
 
 def _counts(array: Any) -> Counts | None:

@@ -77,7 +77,7 @@ LOWER_ENDS = ("_loss", "_error")
 
 
 def higher_is_better(metric: str) -> bool:
-    """By the metric's name, one's own included: a loss or an error is better when it is lower."""
+    """By the metric's name, your own included: a loss or an error is better when it is lower."""
     return metric not in LOWER and not metric.endswith(LOWER_ENDS)
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from quiverfl.results.figures import STYLE
 from quiverfl.results.html import Markup, tag
+from quiverfl.results.palette import themed
 
 
 def inline_svg(figure: Figure, title: str, name: str) -> Markup:
@@ -29,6 +30,7 @@ def inline_svg(figure: Figure, title: str, name: str) -> Markup:
     body = re.sub(r'\bxlink:href="#([^"]+)"', rf'href="#{name}-\1"', body)
     body = re.sub(r"\burl\(#([^)]+)\)", rf"url(#{name}-\1)", body)
     body = body.replace("xlink:href=", "href=")
+    body = re.sub(r"\b(fill|stroke): (#[0-9a-f]{6})\b", _follow_the_page, body)
     return tag(
         "svg",
         tag("title", title),
@@ -36,3 +38,7 @@ def inline_svg(figure: Figure, title: str, name: str) -> Markup:
         viewBox=box.group(1) if box else None,
         role="img",
     )
+
+
+def _follow_the_page(found: re.Match[str]) -> str:
+    return f"{found.group(1)}: {themed(found.group(2))}"

@@ -19,7 +19,7 @@ from quiverfl.results.table_formats import Cell, Column, Table
 
 DIFFERENCE_WORDS = (
     "p is that of Student's paired test, corrected for all comparisons at both stages and of all "
-    "cases (Holm), bold below 0.05; “seeds to tell” would find such a difference at 5 % with a "
+    "cases (Holm), bold below 0.05; “seeds needed” would find such a difference at 5 % with a "
     "chance of 80 %, if its size and spread are what these seeds show; clients won and lost are "
     "those better and worse off than with the other method in the same seed, all seeds together."
 )
@@ -206,7 +206,7 @@ def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, lis
         ("std", _scores(frame["seed_std"], metric)),
         ("95 % interval", [Cell(_interval(low, high, metric)) for low, high in reach]),
         ("p (Holm)", [p_cell(p) for p in frame["p_holm"]]),
-        ("seeds to tell", [seeds_cell(needed) for needed in frame["seeds_needed"]]),
+        ("seeds needed", [seeds_cell(needed) for needed in frame["seeds_needed"]]),
         (
             "clients won : lost",
             [

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quiverfl.provenance import passed_on
 from quiverfl.sweeps.where import Order
 
 
@@ -27,7 +28,7 @@ class CellProcess:
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, **passed_on(), "OMP_NUM_THREADS": str(threads)},
             start_new_session=True,  # Ctrl-C is for the sweep alone
         )
 

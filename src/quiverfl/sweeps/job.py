@@ -97,12 +97,12 @@ def run(
     except Stopped as stopped:
         return (0, "") if enough() else (STOPPED, str(stopped))
     except QuiverError as error:
-        if error.__cause__ is not None:  # what a library or one's own code raised: for the log
+        if error.__cause__ is not None:  # what a library or your own code raised: for the log
             traceback.print_exc()
             sys.stderr.flush()
         return (DIVERGED if isinstance(error, Diverged) else REFUSED), str(error)
     except Exception as error:
-        # A mistake in one's own model or ours: the next cell may still go well.
+        # A mistake in the user's model or ours: the next cell may still go well.
         traceback.print_exc()
         sys.stderr.flush()
         return BROKEN, f"{type(error).__name__}: {error} (see {order['log']})"

@@ -1,7 +1,7 @@
 """A run folder as bytes, for machines that share no storage: sent with an order, brought back.
 
-What is packed while the run goes on is a newest checkpoint with every line that was written before
-it, so that it can be resumed anywhere.
+What is packed while the run continues is its newest checkpoint with every line that was written
+before it, so that it can be resumed anywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def unpack(parcel: bytes, folder: Path) -> None:
         for member in files.getmembers():
             content = files.extractfile(member)
             if member.name not in (*FIRST, *LAST) and not member.name.startswith("checkpoints/"):
-                raise ValueError(f"{member.name} is no file of a run folder")
+                raise ValueError(f"{member.name} is not a file of a run folder")
             assert content is not None
             target = folder / member.name
             target.parent.mkdir(parents=True, exist_ok=True)

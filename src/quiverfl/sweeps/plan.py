@@ -58,7 +58,7 @@ class Cell:
     point: Point = ()
     """Its place in the grid, apart from method and seed."""
     against: tuple[str, ...] = ()
-    """What was set against the word of its case: it is no longer what its name says."""
+    """Settings that contradict its case: it is no longer what its name says."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class Sweep:
     name: str
     cells: tuple[Cell, ...]
     tuning: Mapping[str, Any] | None = None
-    """How `quiver tune` shall race the tries, where the file says it."""
+    """How `quiver tune` races the tries, where the file says it."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Standing:
 
 @dataclass
 class Contest:
-    """The tries of a method, or of two that shall have the same."""
+    """The tries of a method, or of two that must have the same."""
 
     methods: tuple[str, ...]
     tries: dict[Point, list[Cell]]
@@ -144,7 +144,7 @@ def contests(cells: Sequence[Cell], places: Places, stage: str) -> list[Contest]
 
 
 def race(found: Sequence[Contest], rules: Rules, run: Run) -> None:
-    """Run the tries of all contests rung by rung, then repeat what is too close to tell."""
+    """Run the tries of all contests rung by rung, then repeat those that are too close."""
     alive = {id(contest): list(contest.tries) for contest in found}
     shares = (*rules.rungs, 1.0)
     for rung, share in enumerate(shares):
@@ -233,7 +233,7 @@ def rung_round(cell: Cell, share: float) -> int:
 
 
 def client_values(cell: Cell, places: Places, stage: str, rounds: int) -> Floats | None:
-    """What each client scored after so many rounds, larger is better; None where that is unknown.
+    """What each client scored after this many rounds, larger is better; None where that is unknown.
 
     What a seed lost by diverging counts for the whole try.
     """

@@ -65,9 +65,9 @@ class SlurmArray:
     ) -> list[Outcome]:
         if until is not None:
             raise QuiverError(
-                "quiver tune with [tuning] cannot be handed to Slurm: which tries go on is decided "
-                "while they run, and nothing waits for an array. Use --on local or --on ray, or "
-                "leave [tuning] out."
+                "quiver tune with [tuning] cannot be handed to Slurm: which tries continue is "
+                "decided while they run, and nothing waits for an array. Use --on local or --on "
+                "ray, or leave [tuning] out."
             )
         make_folders(places)
         places = Places(places.root.resolve())

@@ -81,7 +81,7 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 
 
 def find_topology(name: str) -> Callable[..., Any]:
-    """What makes the topology of this name: one of TOPOLOGIES, or one's own `module:function`."""
+    """What makes the topology of this name: one of TOPOLOGIES, or your own `module:function`."""
     if is_reference(name):
         return load_callable(name)
     if name not in TOPOLOGIES:
@@ -100,7 +100,7 @@ def make_topology(name: str, clients: int, **options: Any) -> Topology:
     """A topology by its name, as a configuration gives it; unknown or missing options are refused.
 
     `participation`, a fraction below 1 (see participating), and `link_failure`, a probability (see
-    unreliable), are options of all of them. One's own function is called with clients=… and the
+    unreliable), are options of all of them. Your own function is called with clients=… and the
     options; it returns a Topology, or a function from a round to its matrix or Graph (see custom).
     """
     participation = options.pop("participation", 1.0)
@@ -144,13 +144,13 @@ def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) 
 def _own(
     name: str, function: Callable[..., Any], clients: int, options: Mapping[str, Any]
 ) -> Topology:
-    """The topology of one's own function, under the name and options it was asked for with."""
+    """The topology of your own function, under the name and options it was asked for with."""
     try:
         made = function(clients=clients, **options)
     except QuiverError:
         raise
     except Exception as error:
-        # Whatever one's own function raises is theirs to see, in one line.
+        # Whatever the user's function raises is theirs to see, in one line.
         raise QuiverError(
             f"topology {name!r} failed ({origin(error)}): {type(error).__name__}: {error}"
         ) from error

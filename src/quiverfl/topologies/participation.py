@@ -19,7 +19,7 @@ Keeper: TypeAlias = Literal["sender", "receiver"]
 def participating(
     topology: Topology, fraction: float, seed: int = 0, kept_by: Keeper | None = None
 ) -> Topology:
-    """The same graphs with only a fraction of the clients online, drawn anew in every round.
+    """The same graphs with only a fraction of the clients online, drawn again in every round.
 
     round(fraction · clients) clients are online, at least one. The others neither train nor send
     nor receive: identity row and column. A weight that cannot be used stays on the diagonal of the

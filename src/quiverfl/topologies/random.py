@@ -1,4 +1,4 @@
-"""Graphs drawn anew in every round, as pure functions of (seed, round).
+"""Graphs drawn again in every round, as pure functions of (seed, round).
 
 Every draw is a hash of its coordinates (seeds.hashed), never the state of a generator: any client
 can work out any round's graph alone, on any machine, and get the same one.

@@ -1,8 +1,8 @@
 """Scikit-learn's digits: 1,797 handwritten digits of 8×8 pixels that ship with the package.
 
-They lie in the order in which they were written: 14 preprinted forms, one after the other, whose
-first rows are FORMS. Who wrote which is not recorded (two forms may be of one hand), but a form is
-one hand, so `natural` makes clients of them.
+They are in the order in which they were written: 14 preprinted forms, one after the other, whose
+first rows are FORMS. Who wrote which is not recorded (two forms may be by the same writer), but a
+form has one writer, so `natural` makes clients of them.
 """
 
 from __future__ import annotations

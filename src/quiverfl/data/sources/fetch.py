@@ -72,10 +72,13 @@ def by_hand(downloads: Sequence[Download], root: Path) -> str:
     if not downloads[0].archive:
         places = ", ".join(str(root / download.place) for download in downloads)
         address = downloads[0].url.rsplit("/", 1)[0]
-        return f"Without a network: bring these files from {address} yourself: {places}."
+        return (
+            f"Without a network: download these files from {address} elsewhere and copy them here: "
+            f"{places}."
+        )
     download = downloads[0]
     return (
-        f"Without a network: bring {download.file} from elsewhere, put it at "
+        f"Without a network: download {download.file} elsewhere, copy it to "
         f"{root / download.file} and run the command again (or unpack it yourself so that "
         f"{root / download.place} is there)."
     )
@@ -160,4 +163,6 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
             if content_of is not None:
                 yield member.name, content_of
             elif not member.isdir():
-                raise QuiverError(f"{archive.name} holds {member.name!r}, which is no plain file.")
+                raise QuiverError(
+                    f"{archive.name} holds {member.name!r}, which is not a plain file."
+                )

@@ -83,7 +83,7 @@ def _read(
         if len(images) != len(labels) or not len(labels):
             raise QuiverError(
                 f"{images_path} holds {len(images)} images and {labels_path} {len(labels)} labels; "
-                "they must be as many, and not none."
+                "there must be equally many, and at least one."
             )
         check_labels(labels_path, int(labels.min()), int(labels.max()), CLASSES)
         parts.append((images[:, None], labels.astype(np.int64)))

@@ -183,7 +183,8 @@ def _lists(path: Path, table: pd.DataFrame, column: str) -> Values:
     for number, row in enumerate(rows):
         if row is None or row.shape != (rows[0].shape if rows[0] is not None else None):
             raise QuiverError(
-                f"{path}, column {column!r}, row {number}: its list has not the form of the first."
+                f"{path}, column {column!r}, row {number}: its list does not have the shape of "
+                "the first row's."
             )
     return np.stack([row for row in rows if row is not None])
 
@@ -214,7 +215,7 @@ def _images(path: Path, table: pd.DataFrame, column: str) -> Values:
         if images[-1].shape != images[0].shape:
             raise QuiverError(
                 f"{path}, column {column!r}, row {number}: an image of {images[-1].shape[:2]}, the "
-                f"first is {images[0].shape[:2]}; they must be of one size."
+                f"first is {images[0].shape[:2]}; they must have the same size."
             )
     return np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))
 

@@ -1,4 +1,4 @@
-"""Train and test for sources that come as one heap."""
+"""Train and test for sources that come in one piece."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ ITEMS = {
         "accuracy",
         "table3",
         note="Equal groups of clients train what they send for different numbers of epochs; "
-        "phases that train only what is kept are as ever.",
+        "phases that train only what is kept are unchanged.",
     ),
     "table4": Item(
         "Partial personalization and directed communication",
@@ -83,7 +83,8 @@ ITEMS = {
         "Number of clients",
         "series",
         "fig3b",
-        note="As many images are shared out between all clients: the fewer, the more each has.",
+        note="The same number of images is split among all clients: the fewer clients, the more "
+        "each has.",
     ),
     "fig4": Item("Who holds which classes", "partition", "fig4"),
     "fig5": Item("Learning curves (Tiny-ImageNet)", "curves", "table6"),
@@ -92,19 +93,19 @@ ITEMS = {
         "accuracy",
         "unreliable",
         note="Not in the paper, which gives it as its motivation. A push needs one direction of a "
-        "link, an undirected exchange both; clients are drawn anew in every round.",
+        "link, an undirected exchange both; the clients are drawn again in every round.",
     ),
 }
 
 
 def find_item(name: str) -> Item:
     if name not in ITEMS:
-        raise QuiverError(f"{name!r} is none of the paper's; {nearest(name, ITEMS)}")
+        raise QuiverError(f"{name!r} is not one of the paper's; {nearest(name, ITEMS)}")
     return ITEMS[name]
 
 
 def sweep_file(item: Item, scale: str) -> Path:
-    """The item's sweep: the preset's, or that in a folder of one's own."""
+    """The item's sweep: the preset's, or that in a folder of your own."""
     folder = Path(scale) if _is_folder(scale) else configs() / "sweeps"
     path = folder / f"{item.sweep}.toml"
     if not path.is_file():
@@ -117,13 +118,13 @@ def sweep_file(item: Item, scale: str) -> Path:
 def section(scale: str) -> str | None:
     """The section of the item's sweep: the presets are the paper's but for what other scales have.
 
-    In a folder of one's own, too, a sweep is what it says.
+    In a folder of your own, too, a sweep is what it says.
     """
     return None if _is_folder(scale) or scale == FULL_SIZE else scale
 
 
 def _is_folder(scale: str) -> bool:
-    """Whether it is a folder of one's own, and not the name of a scale."""
+    """Whether it is a folder of your own, and not the name of a scale."""
     if os.sep in scale or scale == ".":
         if not Path(scale).is_dir():
             raise QuiverError(f"--scale {scale}: there is no such folder.")

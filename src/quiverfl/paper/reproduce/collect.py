@@ -36,7 +36,7 @@ class Results:
         return Results((case,), self.missing, self.family or self)
 
     def methods(self) -> list[str]:
-        """Those with a result anywhere: Quiver's in their order, then one's own."""
+        """Those with a result anywhere: Quiver's in their order, then your own."""
         found = sorted({group.method for group in self.all_groups()})
         known = [name for name in METHODS if name in found]
         return known + [name for name in found if name not in METHODS]

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from quiverfl.methods import method_title
 from quiverfl.paper.reproduce.collect import Results
 from quiverfl.paper.reproduce.paper_scores import case_scores
-from quiverfl.results.figures import STYLE, Against, draw_curves, picture
+from quiverfl.results.curve_data import Against
+from quiverfl.results.figures import STYLE, draw_curves, picture
 from quiverfl.results.groups import Group
 from quiverfl.results.mean_ranks import draw_ranks, ranks
 from quiverfl.results.palette import Style

@@ -105,7 +105,7 @@ def target_of(case: CaseResult, stage: str) -> tuple[float, bool]:
 
 
 def equal_steps_frame(results: Results) -> pd.DataFrame:
-    """Where every method stands once it has made as many local steps as the thriftiest in all.
+    """Where every method stands after as many local steps as the method with the fewest made.
 
     The last evaluation within that budget counts; there is none where the first comes later.
     """

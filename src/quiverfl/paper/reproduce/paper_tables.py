@@ -123,7 +123,7 @@ def target_table(item: Item, results: Results, stage: str) -> Table:
 
 
 def equal_steps_table(item: Item, results: Results, stages: Sequence[str]) -> Table:
-    """The same runs at equal computation: as many local steps as the thriftiest made in all."""
+    """The same runs at equal computation: as many local steps as the method with the fewest."""
     frame = equal_steps_frame(results)
     blocks = []
     for case in results.cases:
@@ -186,7 +186,7 @@ def significance_table(
             above = f"{case.label}, {stage}"
             blocks += [
                 Block(above, "p (Holm)", _column(rows, lambda row: p_cell(row["p_holm"]))),
-                Block(above, "seeds to tell", _column(rows, _seeds)),
+                Block(above, "seeds needed", _column(rows, _seeds)),
                 Block(above, "won : lost", _column(rows, _won)),
             ]
     found = [(stage, ranks(case_scores(results, stage, report))) for stage in stages]

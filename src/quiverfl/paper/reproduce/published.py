@@ -1,4 +1,4 @@
-"""What the paper prints, to stand beside one's own numbers."""
+"""What the paper prints, to stand beside your own numbers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def item_cells(
         cells = tuple(cell for cell in cells if cell.config.method.name in item.methods)
     if wanted.cases is None and item.cases is not None:
         shown = tuple(cell for cell in cells if cell.case in item.cases)
-        cells = shown or cells  # a scale of one's own has other cases
+        cells = shown or cells  # a scale of your own has other cases
     if equal_participation:
         return [with_equal_participation(cell) for cell in cells]
     return list(cells)

@@ -26,9 +26,9 @@ from quiverfl.sweeps.plan import Cell as SweepCell
 
 
 class Written:
-    """A folder whose files belong together: what an earlier call wrote and this one did not goes.
+    """A folder whose files belong together: those of an earlier call that are not written again go.
 
-    A list beside them says which those are; files of anybody else are let be.
+    A list beside them says which those are; other files are not touched.
     """
 
     LIST = ".written.json"

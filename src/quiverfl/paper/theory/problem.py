@@ -13,7 +13,7 @@
 
 The a_i and b_i lie such that the optimum is the same point u = v_i = `optimum` for every client,
 although no two of them alone would want the same u. A client has one example, which holds its h, a
-and b and places for the noise: zero in the data, drawn anew at every visit by the data's
+and b and places for the noise: zero in the data, drawn at every visit by the data's
 augmentation. So an epoch is one stochastic step, K counts steps as in the paper, and F_i, which is
 without augmentation, is exact.
 """
