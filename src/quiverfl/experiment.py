@@ -20,7 +20,6 @@ from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.shard import Shard
 from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.engine.simulate import Simulation
 from quiverfl.engine.simulation_run import Run
@@ -201,13 +200,7 @@ def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
         folder.check_inputs(inputs_of(config, dataset))
         experiment = Experiment.of(config, dataset)
     checkpoint, simulation = folder.newest(), experiment.simulation
-    shard = Shard(
-        simulation.task,
-        simulation.data,
-        simulation.method,
-        simulation.training,
-        simulation.settings,
-    )
+    shard = simulation.shard()
     exchange = exchange_for(simulation.method, simulation.topology, simulation.settings)
     checkpoint.apply(shard, exchange)
     return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)

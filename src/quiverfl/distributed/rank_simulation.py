@@ -98,6 +98,7 @@ class RankSimulation:
             if ranks.any(resume is not None):
                 part = checkpoints.share(resume)
                 ranks.together(lambda: part.apply(shard, exchange))
+                shard.share_view()
                 history, start = part.history.copy(), part.round
 
             def after_round(round: int) -> None:
@@ -158,6 +159,7 @@ class RankSimulation:
             settings,
             self.federation,
             self.ranks,
+            self.topology.looks,
             measured,
         )
 

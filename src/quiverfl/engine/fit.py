@@ -61,7 +61,9 @@ def check_fit(
     check_phases(method, method.phases(task), epochs is not None)
     for phase in method.phases(task):
         phase_settings(phase, training)
-    fitting(method, topology(0))
+    first = fitting(method, topology(0))
+    if topology.looks is not None:
+        _can_look(method, topology.name, first)
     check_model(task, data, settings.executor)
     check_compile(task, data, method, settings)
     for key in method.unused:
@@ -71,6 +73,25 @@ def check_fit(
         if getattr(training, key) != getattr(Training(), key):
             text = f"{method.title} has no use for training.{key} = {getattr(training, key)}."
             warnings.warn(text, QuiverWarning, stacklevel=3)
+
+
+def _can_look(method: Method, topology: str, graph: Graph) -> None:
+    """What clients tell goes with their messages, and is known when these have arrived."""
+    if method.topology == "isolated":
+        raise QuiverError(
+            f"{method.title} sends nothing, so nobody is told what {topology} looks at: "
+            'use topology "isolated".'
+        )
+    if method.delay:
+        raise QuiverError(
+            f"{method.title} with delay = {method.delay}: {topology} looks at what the round "
+            "before told, which would still be on its way; set delay to 0, or use random_push."
+        )
+    if graph.hub:
+        raise QuiverError(
+            f"{topology} is a star that looks: clients of a star tell a server only, and nothing "
+            "reaches the others; give a graph without hub."
+        )
 
 
 def declared(method: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.execution import Measured
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
 from quiverfl.engine.precision import computing
@@ -49,6 +50,18 @@ class Simulation:
         if self.settings.arithmetic == "peers":
             splitting(self.method, self.topology, self.settings.rounds)
 
+    def shard(self, measured: Measured | None = None) -> Shard:
+        """All clients, at the start."""
+        return Shard(
+            self.task,
+            self.data,
+            self.method,
+            self.training,
+            self.settings,
+            looks=self.topology.looks,
+            measured=measured,
+        )
+
     def run(
         self,
         recorder: Recorder | None = None,
@@ -67,7 +80,7 @@ class Simulation:
             computing(settings.precision, device),
         ):
             measured = None if resume is None else resume.measured
-            shard = Shard(self.task, data, self.method, self.training, settings, measured=measured)
+            shard = self.shard(measured)
             exchange = exchange_for(self.method, self.topology, settings)
             history, start = History(), 0
             if resume is not None:

@@ -19,6 +19,11 @@ LOOKED_AT = 256
 def splitting(method: Method, topology: Topology, rounds: int) -> Split:
     """How peers carry this method's messages over this topology; refused if they cannot."""
     check_peer_method(method)
+    if topology.looks is not None:
+        raise QuiverError(
+            f"topology {topology.name!r} chooses by what clients told each other, which peers do "
+            "not send yet: use random_push, or run it in simulation."
+        )
     split: Split = "shares"
     looked_at = range(min(max(1, rounds), LOOKED_AT))
     for round in looked_at:

@@ -81,9 +81,10 @@ class ShardLearner:
         return found
 
     def train(self, round: int, active: bool, share: float, keep: bool) -> None:
-        if round == 0 and not active:  # its first model stays its local one
-            self._shard.remember(np.zeros(1, dtype=np.int64))
-        self._shard.train(round, np.array([active]), np.array([keep]), share)
+        if round == 0:  # its first model stays its local one if it does not train
+            self._shard.remember(np.array([not active]))
+        self._shard.train(round, np.array([active]), share)
+        self._shard.remember(np.array([keep]))
 
     def message(self) -> Leaves:
         outbox = self._shard.outbox()
