@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         Positive,
         UnitInterval,
     )
-    from quiverfl.methods.state import Personal, Scalar, Shared
+    from quiverfl.methods.state import Personal, Replicated, Scalar, Shared
     from quiverfl.models import MODELS, make_model
     from quiverfl.models.group_norm import group_norm
     from quiverfl.models.lora import lora
@@ -158,6 +158,7 @@ __all__ = [
     "Positive",
     "PushDIGing",
     "QuiverError",
+    "Replicated",
     "Run",
     "RunSettings",
     "SavedRun",
@@ -258,6 +259,7 @@ _PLACES = {
     "Positive": "quiverfl.methods.options",
     "UnitInterval": "quiverfl.methods.options",
     "Personal": "quiverfl.methods.state",
+    "Replicated": "quiverfl.methods.state",
     "Scalar": "quiverfl.methods.state",
     "Shared": "quiverfl.methods.state",
     "group_norm": "quiverfl.models.group_norm",

@@ -39,7 +39,7 @@ from quiverfl.experiment_keys import (
     flat,
     run_settings,
 )
-from quiverfl.methods import METHODS, Method, method_title
+from quiverfl.methods import METHODS, Method
 from quiverfl.methods.contract import Train
 from quiverfl.provenance import origin
 from quiverfl.results.protocol import EvaluationProtocol
@@ -456,9 +456,8 @@ def environment() -> dict[str, Any]:
 
 def _named(name: str, method: Method) -> dict[str, Any]:
     """What reports call the method and where they put it: they know none of the methods."""
-    title = str(getattr(method, "title", method_title(name)))
     order = list(METHODS).index(name) if name in METHODS else None
-    return {"name": name, "title": title, "order": order}
+    return {"name": name, "title": method.title, "order": order}
 
 
 def _difference(first: Config, second: Config) -> str:

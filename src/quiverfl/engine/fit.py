@@ -12,6 +12,7 @@ from quiverfl.engine.execution import check_compile
 from quiverfl.engine.model_checks import check_model
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, QuiverWarning, nearest
+from quiverfl.methods import METHODS
 from quiverfl.methods.contract import (
     Interleaved,
     Lookahead,
@@ -104,6 +105,14 @@ def declared(method: Any) -> None:
                 f"{type(method).__name__} {what} {name!r}: a method inherits quiverfl.Method, "
                 "which has the defaults, and defines the rest (docs/add-a-method.md)."
             )
+    for known in METHODS.values():
+        for what in ("name", "title"):
+            if type(method) is not known and getattr(method, what) == getattr(known, what):
+                raise QuiverError(
+                    f"{type(method).__name__} has {what} = {getattr(method, what)!r}, which is "
+                    f"one of Quiver's own methods: give it a {what} of its own, so that tables "
+                    "and reports tell the two apart."
+                )
 
 
 def _misspelt(method: Any) -> None:
@@ -161,6 +170,12 @@ def check_phases(method: Method, phases: Sequence[Phase], unequal_epochs: bool) 
         raise QuiverError(
             f"{method.title}: phases returned {phases!r}; it must return a tuple of Train, Once or "
             "Interleaved, such as (train,) with its comma."
+        )
+    if not phases or any(isinstance(p, Interleaved) and not p.phases for p in phases):
+        raise QuiverError(
+            f"{method.title}: {'an Interleaved is empty' if phases else 'phases returned ()'}, so "
+            "its clients would never train. Give at least one phase; for communication alone a "
+            "Train with epochs=0."
         )
     if unequal_epochs and not any(not isinstance(p, Once) and p.sent for p in phases):
         raise QuiverError(

@@ -63,7 +63,7 @@ class Shard:
         run or by another rank.
         """
         self.ids: Integers = np.arange(data.clients) if clients is None else np.asarray(clients)
-        self.method = method
+        self.method, self._payload = method, partial(payload, method)
         self._task, self._settings = task, settings
         where = torch.device(settings.device)
         examples = Examples(data.train, data, settings.dtype, where)
@@ -273,7 +273,7 @@ class Shard:
         """Bytes of each row's message; 0 for rows that are not in the outbox."""
         sizes = np.zeros(len(self.ids), dtype=np.int64)
         if outbox:
-            found = lift(partial(payload, self.method))(outbox)
+            found = lift(self._payload)(outbox)
             beside = 0 if self.sight is None else self.sight.looks.bytes
             sizes[slice(None) if rows is None else rows] = found.cpu().numpy() + beside
         return sizes

@@ -52,7 +52,7 @@ async def join_store(
     papers, incarnation = Identity.read(keys), secrets.token_hex(8)
     problems = []
     for member in roster.members:
-        if member.name == agreement.name:
+        if member.name == agreement.name or member.dials_out:
             continue
         try:
             async with asyncio.timeout(PULL_SECONDS):

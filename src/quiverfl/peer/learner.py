@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,9 @@ class Learner(Protocol):
         """The sum of what arrived, and its mass; after `restore` of the rest it belongs to."""
 
     def restore(self, rest: Mapping[str, Array]) -> None: ...
+    def amend(self, lr: float | None, rounds: int) -> None:
+        """The run was changed: it has so many rounds, and this learning rate if one is given."""
+
     def evaluate(self, round: int, stage: str) -> dict[str, float]: ...
     def record(self) -> dict[str, int]:
         """What the last training took, such as steps."""
@@ -138,6 +142,12 @@ class ShardLearner:
             if name.startswith(OPTIMIZER):
                 number, _, buffer = name.removeprefix(OPTIMIZER).partition("/")
                 self._shard.buffers.setdefault(int(number), {})[buffer] = leaf[None]
+
+    def amend(self, lr: float | None, rounds: int) -> None:
+        context = self._shard.context
+        context.rounds = rounds
+        if lr is not None:
+            context.training = replace(context.training, lr=lr)
 
     def evaluate(self, round: int, stage: str) -> dict[str, float]:
         metrics = self._shard.evaluate(round, stage)

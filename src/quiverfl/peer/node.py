@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,20 +26,24 @@ from quiverfl.engine.splitting import check_split
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.collector import Collector
+from quiverfl.peer.course import Course
 from quiverfl.peer.descriptors import acceptable_connections
 from quiverfl.peer.files import write_durably
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.learner import Learner, expected_senders, mutual_neighbours, receivers
-from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
+from quiverfl.peer.metrics import Log, PeerMetrics, Sample, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
 from quiverfl.peer.offering import Offering
 from quiverfl.peer.peer_settings import Outcome, Settings
 from quiverfl.peer.receiver import Receiver
 from quiverfl.peer.requests import RequestHandler
 from quiverfl.peer.roster import ROSTER, LiveRoster
+from quiverfl.peer.sender import Sender
 from quiverfl.peer.service import PeerService, Server
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
+from quiverfl.peer.wire import Terms
 from quiverfl.topologies.topology import Topology
 
 Result = TypeVar("Result")
@@ -106,13 +111,20 @@ class Node:
             forget=self.receiver.forget,
             fail=self._fail,
         )
+        self.course = Course(agreement.name, settings.rounds, self.neighbours, store, self.log)
+        self._collectors = [
+            Collector(sender, self.receiver, limits, self.metrics, self.log)
+            for peer, sender in self.neighbours.senders.items()
+            if self._roster.current.member(agreement.name).dials_out
+            and not self._roster.current.member(peer).dials_out
+        ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stopped = asyncio.Event()
         self._broken: QuiverError | None = None
         self.state = "starting"
         self.scores: dict[str, float] = {}
+        self._amended: tuple[int, float | None] = (settings.rounds, None)
         self._counted: dict[str, int] = {}
-        self._outbox_since = time.monotonic()
         self._mutual = mutual_neighbours(topology, self.names, self.number)
 
     # The life of the process
@@ -127,9 +139,10 @@ class Node:
         )
         endpoint = None
         if self.settings.metrics:
-            endpoint = serve_metrics(self.settings.metrics, self.metrics, self.gauges)
+            endpoint = serve_metrics(self.settings.metrics, self.metrics, self.samples)
         await server.start()
-        tasks = [asyncio.create_task(c.run()) for c in self.neighbours.senders.values()]
+        couriers: list[Sender | Collector] = [*self.neighbours.senders.values(), *self._collectors]
+        tasks = [asyncio.create_task(courier.run()) for courier in couriers]
         for task in tasks:
             task.add_done_callback(self._sender_ended)
         self.log("started", round=self.transactions.accounts.round, port=server.port)
@@ -138,8 +151,11 @@ class Node:
             await self.neighbours.tell(set(self.neighbours.senders))
             await self.neighbours.settled()
             await self._restore()
-            await self._rounds()
-            await self._end()
+            while True:
+                await self._rounds()
+                await self._end()
+                if self.stopping or self.condition.leaving or self._over():
+                    break
         finally:
             self.state = "stopping"
             await self.neighbours.settled()
@@ -169,9 +185,15 @@ class Node:
             status=self.status,
             stop=self.stop,
             leave=self.leave,
+            amend=self._amend,
             fail=self._fail,
         )
         return PeerService(handler, self._roster, self.metrics, self.log)
+
+    async def _amend(self, terms: Terms) -> None:
+        accounts = self.transactions.accounts
+        begun = accounts.pushed or self.state == "training"
+        await self.course.propose(terms, accounts.round, begun)
 
     def _outcome(self) -> Outcome:
         accounts = self.transactions.accounts
@@ -304,12 +326,47 @@ class Node:
             pause = min(2 * pause, 30.0)
 
     async def _rounds(self) -> None:
-        if self.transactions.accounts.round < self.settings.rounds:
+        await self._follow()
+        if not self._over():
             await self._ask()
-        while self.transactions.accounts.round < self.settings.rounds:
-            if self.stopping or self.condition.leaving:
+        while not self.stopping and not self.condition.leaving:
+            await self._agreed()
+            await self._follow()
+            if self._over():
                 return
             await self._round(self.transactions.accounts.round)
+
+    def _over(self) -> bool:
+        return self.transactions.accounts.round >= self.settings.rounds
+
+    async def _agreed(self) -> None:
+        """Before a round from which something is to change: until the others have agreed as well.
+
+        So all change in the same round. Whoever lets the deadline pass has not agreed in time.
+        """
+        end, pause = time.monotonic() + self.settings.deadline, 0.05
+        while awaited := self.course.awaited(self.transactions.accounts.round):
+            if self.stopping or self.condition.leaving:
+                return
+            if time.monotonic() > end:
+                self.course.give_up(self.transactions.accounts.round)
+                return
+            self.state = "agreeing"
+            await self.neighbours.tell(awaited)
+            await self.neighbours.settled()
+            await self.until(lambda: False, pause)
+            pause = min(2 * pause, 1.0)
+
+    async def _follow(self) -> None:
+        """Take over what was agreed, from this round on."""
+        t = self.transactions.accounts.round
+        await self.course.heed(t)
+        agreed = (self.course.rounds(t), self.course.rate(t))
+        if agreed != self._amended:
+            self._amended = agreed
+            self.settings = replace(self.settings, rounds=agreed[0])
+            await self.off_loop(self.learner.amend, agreed[1], agreed[0])
+            self.log("amended", round=t, rounds=agreed[0], lr=agreed[1])
 
     async def _round(self, t: int) -> None:
         graph, sync, clock = self.topology(t), self._sync(), Clock()
@@ -391,14 +448,16 @@ class Node:
         return True
 
     def _overdrawn(self) -> set[str]:
-        """Async: who has so much of this peer's mass that it must give some back first.
+        """Who has so much of this peer's mass that it must give some back first.
 
-        Of two honest neighbours one at least may always push to the other.
+        Of two honest neighbours one at least may always push to the other. In sync mode only those
+        that missed a deadline, or sent what was refused.
         """
-        if self._sync():
-            return set()
         accounts, lend = self.transactions.accounts, int(self.settings.lend * ledger.UNIT)
-        return {peer for peer in self._mutual if ledger.overdrawn(accounts, peer, lend)}
+        found = {peer for peer in self._mutual if ledger.overdrawn(accounts, peer, lend)}
+        if self._sync():  # what the graph says holds, but not for whoever keeps nothing of it
+            return found & (self.neighbours.absent | self.receiver.refused_senders())
+        return found
 
     async def _gather(self, t: int, expected: set[str]) -> None:
         """Until every promised share is here, or the deadline: late ones merge in a later round."""
@@ -455,13 +514,15 @@ class Node:
         """Take in what is late and answer, until all have finished or nothing is heard any more."""
         self.state = "finished"
         told: set[str] = set()
-        last_news = time.monotonic()
+        news, last_news = self._news(), time.monotonic()
         while not self.stopping and not self.condition.leaving:
+            await self._follow()
+            if not self._over():  # it was agreed to go on
+                return
             if self.receiver.staged or self.neighbours.refunding():
                 await self.absorb(None, finish=False)
                 last = self.settings.rounds - 1
                 self.scores = await self.off_loop(self.learner.evaluate, last, "mixed")
-                last_news = time.monotonic()
             others = self.neighbours.staying()
             if self.finished:
                 told |= await self.neighbours.tell(others - told)
@@ -469,12 +530,21 @@ class Node:
             if over and others <= self.neighbours.done:
                 # Whoever was not reached just now had finished, and may have ended before us.
                 return
-            if time.monotonic() - last_news > self.settings.linger:
+            if self._news() != news:
+                news, last_news = self._news(), time.monotonic()
+            if time.monotonic() - last_news > self._patience(others - self.neighbours.done):
                 return
-            known = set(self.neighbours.done)
             await self.until(lambda: bool(self.receiver.staged), 0.25)
-            if self.neighbours.done != known:
-                last_news = time.monotonic()
+
+    def _patience(self, behind: set[str]) -> float:
+        """How long to stay without news of those behind: a round may wait for two deadlines."""
+        waits = 2 * self.settings.deadline if self._sync() and behind else 0.0
+        return self.settings.linger + waits
+
+    def _news(self) -> tuple[int, int]:
+        """It changes when others come on; shares alone would keep a peer up for ever."""
+        rounds = (min(round, self.settings.rounds) for round in self.receiver.heard.values())
+        return len(self.neighbours.done), sum(rounds)
 
     async def _give_everything_away(self) -> None:
         """Tell everybody, then push everything out until nothing is left here or on its way."""
@@ -525,16 +595,36 @@ class Node:
 
     def gauges(self) -> dict[str, float]:
         accounts = self.transactions.accounts
-        if not accounts.outbox:
-            self._outbox_since = time.monotonic()
+        ages = (sender.waiting_seconds for sender in self.neighbours.senders.values())
         return {
             "round": accounts.round,
             "mass": self.transactions.mass,
             "outbox": len(accounts.outbox),
-            "outbox_age_seconds": time.monotonic() - self._outbox_since,
+            "outbox_age_seconds": max(ages, default=0.0),
             "staged": len(self.receiver.staged),
             "commit_seconds": self.transactions.commit_seconds,
         }
+
+    def samples(self) -> list[Sample]:
+        """For its owner's metrics: what is in `gauges`, and more that takes a look at the disk."""
+        more = {
+            **self.gauges(),
+            "rounds_planned": self.settings.rounds,
+            "absent": len(self.neighbours.absent),
+            "overdrawn": len(self._overdrawn()),
+            "certificate_seconds": self._identity.refresh().seconds_left(),
+            "store_bytes": self.store.nbytes(),
+        }
+        found = [Sample(name, float(value)) for name, value in more.items()]
+        found.append(Sample("peer_info", 1.0, (self.agreement.name, self.agreement.run)))
+        found.append(Sample("state", 1.0, (self.state,)))
+        found += [Sample("score", value, (name,)) for name, value in self.scores.items()]
+        for peer, link in self.transactions.accounts.links.items():
+            found.append(Sample("link_given", link.given / ledger.UNIT, (peer,)))
+            found.append(Sample("link_taken", link.taken / ledger.UNIT, (peer,)))
+            waiting = self.neighbours.senders[peer].waiting_seconds
+            found.append(Sample("link_waiting_seconds", waiting, (peer,)))
+        return found
 
     def _problems(self) -> dict[str, str]:
         return {p: c.problem for p, c in self.neighbours.senders.items() if c.problem}
@@ -551,4 +641,5 @@ class Node:
             "absent": sorted(self.neighbours.absent),
             "overdrawn": sorted(self._overdrawn()),
             "problems": self._problems(),
+            "amendments": self.course.told(),
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
@@ -13,7 +15,7 @@ from quiverfl.peer.credit import Credit
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.intake import Intake, Turns
 from quiverfl.peer.ledger import UNIT, Transfer, Verdict
-from quiverfl.peer.manifest import Leaves, finite, norm, total
+from quiverfl.peer.manifest import Leaves, largest, norm, total
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.store import Store, Trace
@@ -30,6 +32,10 @@ from quiverfl.peer.wire import (
 )
 
 Answer = Callable[[Reply], Awaitable[None]]
+LARGEST = 1e18
+"""A number beyond this is no parameter; its square, and sums of it, would soon overflow."""
+REFUSED_OFTEN, REFUSED_SECONDS = 16, 60.0
+"""After so many shares in a row refused for good, a sender gets one look in so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Receiver:
         self._metrics, self._log, self._trace = metrics, log, trace
         self._intake, self._streams = Intake(limits.bodies, limits), Turns(limits.streams)
         self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._refused: dict[str, tuple[int, float]] = {}  # in a row, and when the last one was
         self.staged: dict[str, Staged] = {}
         self.heard: dict[str, int] = {}  # the latest round each neighbour is known to be in
         self.changed = asyncio.Event()
@@ -157,6 +164,7 @@ class Receiver:
         """Take the body in; afterwards it is staged, or refused for good."""
         if len(self.staged) >= self._limits.staged:
             raise WireError("busy", "too many shares wait for the next commit; try again later.")
+        self._check_record(transfer.sender)
         if not await self._shown(transfer, frames, answer):
             return await self._refuse(transfer, "mass it cannot show")
         async with self._intake.place(transfer.sender) as left:
@@ -185,9 +193,21 @@ class Receiver:
     async def _refuse(self, transfer: Transfer, reason: str) -> Verdict:
         if self._judge(transfer) is Verdict.PROCEED:
             await self._transactions.bury(transfer, reason)
+            count = self._refused.get(transfer.sender, (0, 0.0))[0]
+            self._refused[transfer.sender] = (count + 1, time.monotonic())
             self._metrics.refused(reason)
             self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
         return self._judge(transfer)
+
+    def _check_record(self, sender: str) -> None:
+        """Every share refused for good leaves a line in the books: nobody may fill them so."""
+        count, last = self._refused.get(sender, (0, 0.0))
+        if count >= REFUSED_OFTEN and time.monotonic() - last < REFUSED_SECONDS:
+            raise WireError("refused often", "too many shares in a row were refused: wait.")
+
+    def refused_senders(self) -> set[str]:
+        """Whose last share was refused for good."""
+        return set(self._refused)
 
     async def _shown(
         self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
@@ -238,8 +258,11 @@ class Receiver:
 
     def _examine(self, transfer: Transfer, message: Leaves, own: Leaves) -> tuple[str, float]:
         """(why this content is refused, or nothing; the sum of its numbers)."""
-        if not finite(message):
+        top = largest(message)
+        if not math.isfinite(top):
             return "not finite", 0.0
+        if top > LARGEST:
+            return "too large", 0.0
         if transfer.units > self._limits.mass_cap:
             return "mass above the cap", total(message)
         if self._limits.outlier != "off":
@@ -291,6 +314,7 @@ class Receiver:
         """These are durable now: their senders may be told."""
         for transfer in transfers:
             self.staged.pop(transfer.sender, None)
+            self._refused.pop(transfer.sender, None)
             waiting = self._commits.pop((transfer.sender, transfer.seq), None)
             if waiting and not waiting.done():
                 waiting.set_result(None)
