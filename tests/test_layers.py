@@ -23,7 +23,7 @@ LAYERS = [
     {"callbacks"},
     {"config", "run_lines"},
     {"run_folder"},
-    {"experiment", "doctor"},
+    {"experiment", "device_check"},
     {"saved_runs"},
     {"export", "comparison"},
     {"distributed"},

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from pretend import pretended
-from quiverfl import doctor
+from quiverfl import device_check as doctor
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
 from quiverfl.methods import METHODS

@@ -19,7 +19,7 @@ def doctor(
 
     Ends with 1 if anything failed or differs. A slow device is no failure.
     """
-    from quiverfl.doctor import examined
+    from quiverfl.device_check import examined
 
     status = Console(stderr=True, highlight=False)
     findings = []
