@@ -19,7 +19,7 @@ from torch import nn
 import quiverfl as qv
 from pretend import DEVICE, OnDevice, Seen, pretended
 from quiverfl.data.augmentation import CropFlip
-from quiverfl.data.federated import Normalize
+from quiverfl.data.normalize import Normalize
 from quiverfl.engine import stepper
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.history import History

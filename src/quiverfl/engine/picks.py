@@ -31,8 +31,10 @@ class Picks:
     """Of every client, for what its model draws, [k]."""
     keys: Hashes | None = None
     """64 random bits per sample, for augmentation on the CPU or of one's own."""
+    elsewhere: Integers | None = None
+    """Where the inputs lie, [k · n], if they stay on disk and are fetched step by step."""
     cuts: tuple[Tensor, ...] = ()
-    """Or what augmentation draws from them, each [k · n]."""
+    """What augmentation draws in place of the keys, each [k · n]."""
 
     def weights(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.inside is None else self.inside.to(dtype)
