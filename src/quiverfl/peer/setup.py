@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.splitting import Split, check_peer_method, splitting
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.experiment import (
     load_data,
     make_method,
@@ -81,6 +82,9 @@ def build_learner(folder: PeerFolder) -> PeerParts:
     config, number = configuration(folder), folder.number
     method = make_method(config)
     check_peer_method(method)
+    if config.run.gradients:
+        text = "run.gradients: no peer can measure them alone; only the simulation records them."
+        warnings.warn(text, QuiverWarning, stacklevel=2)
     members = len(folder.roster.members)
     topology = topology_for(config, method, members)
     split = splitting(method, topology, config.run.rounds)
