@@ -232,6 +232,15 @@ def test_epochs_of_all_phases_are_counted_and_resumed() -> None:
     assert again._history.records[-1]["epsilon"] == whole._history.records[-1]["epsilon"]
 
 
+def test_phases_that_take_turns_on_a_batch_are_blurred_by_their_own_numbers() -> None:
+    """APFL's two models start alike and see the same batches: with equal noise they would agree."""
+    method = qv.APFL(epochs=1, adaptive=False, alpha=1.0)
+    still, blurred = (trained(qv.DPSGD(clip=1e-3, noise=n), method) for n in (1e-9, 1e3))
+    first = (blurred.state.u - still.state.u)[0]
+    second = (blurred.state.own_u - still.state.own_u)[0]
+    assert float((first - second).norm()) > 0.5 * float(first.norm())
+
+
 def test_a_budget_ends_training_before_anything_is_sent() -> None:
     budget = epsilon(6, 2.0, 1e-5) * 1.01
     private = qv.DPSGD(noise=2.0, epsilon_budget=budget)

@@ -119,6 +119,7 @@ class Run(Shown):
         return {
             "method": {"name": method.name, **options_of(method)},
             **summarize_attacked(self.history, self.rounds, self.attackers),
+            "carried_out": self._shard.execution.record,
         }
 
     @property
