@@ -62,6 +62,8 @@ class DataConfig(Section):
     test_per_client: int | None = None
     validation: float | None = None
     augment: str = "none"
+    mapped: bool = False
+    """Inputs stay on disk; a batch is read when it is used."""
     seed: int | None = None
     """Of the partition; the run's own unless given."""
     options: Options = Field(default_factory=dict)
@@ -99,6 +101,8 @@ class TaskConfig(Section):
     loss: str = "cross_entropy"
     metrics: tuple[str, ...] | None = None
     """Those that are usual for the loss unless given; results are judged by the first."""
+    inputs: Literal["arguments", "tree"] = "arguments"
+    """Whether several inputs are several arguments of the model, or one."""
 
     @field_validator("metrics", mode="before")
     @classmethod
@@ -175,7 +179,11 @@ class RunConfig(Section):
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
     threads: int | None = Field(default=None, ge=1)
-    executor: Literal["auto", "vectorized", "sequential"] = "auto"
+    executor: Literal["auto", "vectorized", "sequential", "measure"] = "auto"
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    compile: bool = False
+    states: Literal["device", "host"] = "device"
+    """Where the clients' states lie while others train."""
     arithmetic: Literal["matrix", "peers"] = "matrix"
     """ "peers": rounded as real peers round, so that sync peers equal this run bit for bit."""
     checkpoint_every: int = Field(default=10, ge=1)
