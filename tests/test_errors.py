@@ -84,7 +84,7 @@ def test_a_method_that_carries_no_mass_on_a_push_graph() -> None:
 
 def test_a_delay_without_mass_is_refused() -> None:
     class Late(qv.DFedAvgM):
-        delay = 1
+        name, title, delay = "late", "Late", 1
 
     with pytest.raises(qv.QuiverError, match=r"delay of 1 would shrink.*osgp"):
         simulate(Late(), qv.full(clients=CLIENTS))

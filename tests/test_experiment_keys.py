@@ -23,6 +23,7 @@ def changed(key: str, value: Any) -> Config:
         ("run.device", "cuda"),
         ("run.threads", 3),
         ("run.executor", "sequential"),
+        ("run.arithmetic", "peers"),
         ("run.checkpoint_every", 2),
         ("run.gradients", True),
         ("run.keep_local", False),

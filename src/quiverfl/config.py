@@ -166,6 +166,8 @@ class RunConfig(Section):
     device: str = "cpu"
     threads: int | None = Field(default=None, ge=1)
     executor: Literal["auto", "vectorized", "sequential"] = "auto"
+    arithmetic: Literal["matrix", "peers"] = "matrix"
+    """ "peers": rounded as real peers round, so that sync peers equal this run bit for bit."""
     checkpoint_every: int = Field(default=10, ge=1)
 
 

@@ -18,10 +18,9 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
-from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.shard import Shard
+from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.engine.simulate import Simulation
 from quiverfl.engine.simulation_run import Run
 from quiverfl.errors import QuiverError, Stopped
@@ -201,14 +200,8 @@ def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
         folder.check_inputs(inputs_of(config, dataset))
         experiment = Experiment.of(config, dataset)
     checkpoint, simulation = folder.newest(), experiment.simulation
-    shard = Shard(
-        simulation.task,
-        simulation.data,
-        simulation.method,
-        simulation.training,
-        simulation.settings,
-    )
-    exchange = MatrixExchange(simulation.method.delay)
+    shard = simulation.shard()
+    exchange = exchange_for(simulation.method, simulation.topology, simulation.settings)
     checkpoint.apply(shard, exchange)
     return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)
 
@@ -365,6 +358,7 @@ def settings_of(config: Config, clients: int) -> RunSettings:
         device=run.device,
         threads=run.threads,
         executor=run.executor,
+        arithmetic=run.arithmetic,
         common_init=run.common_init,
         epochs_per_client=epochs_per_client(config, clients),
         evaluate_every=run.evaluate_every,

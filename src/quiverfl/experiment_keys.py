@@ -20,7 +20,10 @@ are taken over the values that differ from their defaults. Folders of version 0.
 
 RUNTIME = frozenset(
     f"run.{key}"
-    for key in ("device", "threads", "executor", "checkpoint_every", "gradients", "keep_local")
+    for key in (
+        *("device", "threads", "executor", "arithmetic"),
+        *("checkpoint_every", "gradients", "keep_local"),
+    )
 ) | {"data.root"}
 """How and where a run is carried out and how closely it is watched: results differ by rounding at
 most, and the same files may lie elsewhere. `run.evaluate_every` decides what is recorded."""

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,7 @@ from quiverfl.experiment_keys import (
     flat,
     run_settings,
 )
-from quiverfl.methods import METHODS, Method, method_title
+from quiverfl.methods import METHODS, Method
 from quiverfl.methods.contract import Train
 from quiverfl.provenance import origin
 from quiverfl.results.protocol import EvaluationProtocol
@@ -46,8 +47,8 @@ from quiverfl.results.run_files import finish, read_json, read_lines
 from quiverfl.run_lines import appending, as_line, history_from
 from quiverfl.topologies.topology import Topology
 
-PYTHON = "python"
-"""In config.json of a run that was not made from a configuration."""
+PYTHON, PEER = "python", "peer"
+"""In config.json of a run that was not made from a configuration, or by one peer of many."""
 
 
 class RunFolder:
@@ -138,6 +139,12 @@ class RunFolder:
                 "Python, simulate(…, resume=load_run(folder).checkpoint()) with the same arguments "
                 "continues it or gives its models. `quiver report` can read it."
             )
+        if written.get("source") == PEER:
+            raise QuiverError(
+                f"{self.path} is what one peer recorded of its run: `quiver peer run "
+                f"{self.path.parent}` continues it, `quiver peer export` has its model. "
+                "`quiver report` can read it, also beside those of the other peers."
+            )
         schema, tree = written.get("schema", 0), written.get("config", {})
         if schema not in (0, SCHEMA):
             raise QuiverError(
@@ -208,6 +215,37 @@ class RunFolder:
             self._write("config.json", _json(text))
         self._check_partition(partition)
         self._write_beside(partition.arrays())
+
+    def open_member(
+        self,
+        config: Config,
+        partition: Partition,
+        topology: Topology,
+        method: Method,
+        member: Mapping[str, Any],
+    ) -> None:
+        """The same for what one peer records: which `member` it is, of which run, in which mode.
+
+        Peers are an experiment of their own beside the simulation of the same configuration. What
+        was recorded before stays, but for a line that a kill has cut off.
+        """
+        peers = {"mode": member["mode"], "run": member["run"]}
+        seen = {**config.model_dump(mode="json", exclude_defaults=True), "peers": peers}
+        text = {
+            "quiver": quiverfl.__version__,
+            "schema": SCHEMA,
+            "source": PEER,
+            "member": dict(member),
+            "experiment": digest(experiment_settings(seen)),
+            "identity": digest(run_settings(seen)),
+            "inputs": {},
+            "method": _named(config.method.name, method),
+            "config": {**config.model_dump(mode="json"), "peers": {"mode": member["mode"]}},
+            "topology": {"name": topology.name, **topology.options},
+        }
+        self._write("config.json", _json(text))
+        self._write_beside(partition.arrays())
+        self._cut(sys.maxsize)
 
     def describe(
         self, tree: Settings, shares: Mapping[str, Any], topology: Topology, method: Method
@@ -418,9 +456,8 @@ def environment() -> dict[str, Any]:
 
 def _named(name: str, method: Method) -> dict[str, Any]:
     """What reports call the method and where they put it: they know none of the methods."""
-    title = str(getattr(method, "title", method_title(name)))
     order = list(METHODS).index(name) if name in METHODS else None
-    return {"name": name, "title": title, "order": order}
+    return {"name": name, "title": method.title, "order": order}
 
 
 def _difference(first: Config, second: Config) -> str:

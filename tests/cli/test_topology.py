@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from quiverfl.cli import topology as command
 from quiverfl.errors import QuiverError
 from quiverfl.results.graph_picture import draw_graph
+from quiverfl.results.html_report import write_report
+from quiverfl.results.run_files import finish
 from quiverfl.topologies import (
     TOPOLOGIES,
     directed_ring,
@@ -25,6 +27,7 @@ from quiverfl.topologies import (
     ring,
     star,
 )
+from run_folders import Recipe, write_run
 
 app = typer.Typer()
 app.add_typer(command.app, name="topology")
@@ -78,6 +81,46 @@ def test_show_with_participation():
     values = json.loads(call("topology", "show", *words, "--json"))
     assert values["active"] == 5
     assert values["symmetric"]
+
+
+def test_topologies_that_look_are_shown_for_clients_that_tell_the_same():
+    words = ["similar_push", "--clients", "12", "--neighbors", "2", "--rounds", "40"]
+    text = " ".join(call("topology", "show", *words).split())
+    assert "column-stochastic, directed, changes from round to round" in text
+    assert "sketch of 32 numbers (128 bytes with every message)" in text
+    assert "every round strongly connected (B = 1) in 40 rounds" in text
+    rigid = call("topology", "show", *words, "--set", "explore=0", "--window", "5", "--json")
+    watched = json.loads(rigid)["watch"]
+    assert watched["watched"] == 5
+    assert watched["apart"]
+    rows = {row["name"]: row for row in json.loads(call("topologies", "--json"))}
+    assert "local" in rows["random_push"]["methods"]
+    assert "local" not in rows["loss_push"]["methods"]  # nobody would be told anything
+
+
+def test_the_graphs_of_a_run_are_shown(tmp_path):
+    folder = write_run(tmp_path / "run", Recipe(clients=4, rounds=12))
+    with pytest.raises(QuiverError, match="recorded no graphs: those of random_push do not"):
+        call("topology", "show", str(folder))
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["links"] = "1;0;3;2" if line["round"] < 11 else "2;1 0;0;1"
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    finish(folder)
+    text = " ".join(call("topology", "show", str(folder)).split())
+    assert "links used 7 of 12 possible" in text
+    assert "falls apart: of 3 windows of 10 rounds 2 are not strongly connected" in text
+    values = json.loads(call("topology", "show", str(folder), "--window", "12", "--json"))
+    assert values["watch"]["window"] == 12
+    assert values["watch"]["apart"] == []
+    picture = tmp_path / "graph.svg"
+    call("topology", "show", str(folder), "--picture", str(picture), "--picture-round", "12")
+    assert picture.exists()
+    with pytest.raises(QuiverError, match="--picture-round 13: 12 were recorded"):
+        call("topology", "show", str(folder), "--picture", str(picture), "--picture-round", "13")
+    write_report([folder], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "falls apart: of 3 windows of 10 rounds 2 are not strongly connected" in page
 
 
 @pytest.mark.parametrize(

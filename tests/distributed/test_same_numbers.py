@@ -22,11 +22,13 @@ TIMES = ("seconds", "train_seconds", "evaluate_seconds", "mix_seconds")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What two ranks found; they are started once."""
     folder = tmp_path_factory.mktemp("pair")
-    return tried.on_ranks(2, ["methods", "mixed", "refused"], folder)
+    return tried.on_ranks(2, ["methods", "mixed", "refused", "resumed"], folder)
 
 
-def assert_same(parts: list[dict[str, Any]], method: Any, graphs: Any, *how: str) -> None:
-    """States, kept models, every evaluation and every record but the seconds."""
+def assert_same(
+    parts: list[dict[str, Any]], method: Any, graphs: Any, *how: str, since: int = 0
+) -> None:
+    """States, kept models, every evaluation and every record but the seconds, since a round."""
     whole = qv.simulate(
         tiny_task(),
         tiny_data(),
@@ -44,12 +46,14 @@ def assert_same(parts: list[dict[str, Any]], method: Any, graphs: Any, *how: str
     assert kept.keys() == whole._shard.local.points.keys()
     for client, point in whole._shard.local.points.items():
         assert all(torch.equal(a, b) for a, b in zip(point, kept[client], strict=True))
+    evaluations = [e for e in whole._history.evaluations if e[0] >= since]
+    records = [record for record in whole._history.records if record["round"] >= since]
     for part in parts:
-        for one, other in zip(whole._history.evaluations, part["evaluations"], strict=True):
+        for one, other in zip(evaluations, part["evaluations"], strict=True):
             assert one[:2] == other[:2]
             assert one[2].keys() == other[2].keys()
             assert all(np.array_equal(one[2][key], other[2][key]) for key in one[2])
-        for one, other in zip(whole._history.records, part["records"], strict=True):
+        for one, other in zip(records, part["records"], strict=True):
             assert {k: v for k, v in one.items() if k not in TIMES} == {
                 k: v for k, v in other.items() if k not in TIMES
             }
@@ -59,6 +63,12 @@ def assert_same(parts: list[dict[str, Any]], method: Any, graphs: Any, *how: str
 def test_two_ranks_find_the_numbers_of_one_process(pair: dict[str, list[Any]], case: int) -> None:
     """With ragged data and unequal epochs; some graphs have clients that are away, or a delay."""
     assert_same([found[case] for found in pair["methods"]], *tried.CASES[case])
+
+
+def test_what_clients_told_each_other_is_in_the_checkpoint_of_all_ranks(
+    pair: dict[str, list[Any]],
+) -> None:
+    assert_same(pair["resumed"], *tried.CASES[-1], since=2)
 
 
 def same_mixing(found: list[dict[str, torch.Tensor]]) -> None:

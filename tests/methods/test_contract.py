@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import quiverfl as qv
 from quiverfl.engine.features import head_is_last
+from quiverfl.engine.shard import Shard
 from quiverfl.methods.parts import train_personal, train_whole
 from quiverfl.models import MODELS, make_model
 from small import CLIENTS, REGULAR, STAR, TRAINING, simulate, states, tiny_data, tiny_task
@@ -325,6 +326,21 @@ def steep(gradient: qv.Point, point: qv.Point, state: Weights) -> qv.Point:
     return point if gradient.shared.sum() > 0 else gradient
 
 
+def absorbs_in_place(state: Weights, trained: qv.methods.Trained) -> Weights:
+    state.body.copy_(trained.shared)
+    return Weights(state.body, trained.personal)
+
+
+def pulls_in_place(gradient: qv.Point, point: qv.Point, state: Weights) -> qv.Point:
+    gradient.shared.add_(point.shared)
+    return gradient
+
+
+def shrinks_in_place(state: Weights, moment: qv.Moment) -> Weights:
+    state.classifier.mul_(0.5)
+    return state
+
+
 def forgets(self: Any, state: Weights, mixed: qv.Message) -> None:
     pass
 
@@ -363,6 +379,42 @@ class Wrong(NamedTuple):
             anything(personal=lambda self, state: (state[0], state[1])),
             "returned a tuple; it must return a model",
         ),
+        (
+            anything(init=lambda self, task, start: Weights(*(p.mul_(2) for p in start.point))),
+            "init changes start.point or start.common in place",
+        ),
+        (
+            anything(personal=lambda self, state: qv.Point(state.body.mul_(0.5), state[1])),
+            "changes 'body' of the Weights it is given in place",
+        ),
+        (
+            anything(message=lambda self, state: {"body": state.body.add_(1)}),
+            "changes 'body' of the Weights it is given in place",
+        ),
+        (
+            anything(merge=lambda self, state, mixed: Weights(mixed["body"].mul_(2), state[1])),
+            "changes 'body' of the dict it is given in place",
+        ),
+        (
+            with_phases(replace(Alone().train(epochs=1), absorb=absorbs_in_place)),
+            "absorbs_in_place changes 'body' of the Weights it is given in place",
+        ),
+        (
+            with_phases(Alone().train(epochs=1, gradient=pulls_in_place)),
+            "pulls_in_place changes 'shared' of the Point it is given in place",
+        ),
+        (
+            with_phases(Alone().train(epochs=1), qv.Once(shrinks_in_place)),
+            "shrinks_in_place changes 'classifier' of the Weights it is given in place",
+        ),
+        (
+            with_phases(Alone().train(epochs=1), qv.Once(shrinks_in_place, one_by_one=True)),
+            "shrinks_in_place changes 'classifier' of the Weights it is given in place",
+        ),
+        (with_phases(), r"phases returned \(\), so its clients would never train"),
+        (with_phases(qv.Interleaved((), epochs=1)), "an Interleaved is empty"),
+        (anything(name="fedavg"), "has name = 'fedavg', which is one of Quiver's own methods"),
+        (anything(title="FedAvg"), "give it a title of its own"),
         (anything(topolgy="star"), "has 'topolgy', .* did you mean 'topology'"),
         (anything(mrege=forgets), "did you mean 'merge'"),
         (anything(unused=("lrr",)), "unused = 'lrr': .*did you mean 'lr'"),
@@ -393,6 +445,89 @@ class Wrong(NamedTuple):
 def test_what_the_engine_could_not_carry_out_is_refused(method: Any, words: str) -> None:
     with pytest.raises(qv.QuiverError, match=words):
         simulate(method, REGULAR(CLIENTS))
+
+
+def test_a_refused_function_leaves_the_states_as_they_were() -> None:
+    """The trial is on a copy: nothing that belongs to the run has changed when it is refused."""
+    shrinking = with_phases(qv.Once(shrinks_in_place))
+    settings = qv.RunSettings(rounds=1, dtype=torch.float64)
+    shard = Shard(tiny_task(), tiny_data(), shrinking, TRAINING, settings)
+    before = [leaf.clone() for leaf in shard.state]
+    with pytest.raises(qv.QuiverError, match="in place"):
+        shard.train(0, np.ones(CLIENTS, dtype=bool))
+    assert all(torch.equal(a, b) for a, b in zip(before, shard.state, strict=True))
+
+
+class ServerMomentum(NamedTuple):
+    u: qv.Shared
+    v: qv.Personal
+    x_u: qv.Replicated[qv.Shared]
+
+
+def momentum_from(start_of: Any) -> Any:
+    def init(self: Any, task: qv.Task, start: qv.Start) -> ServerMomentum:
+        return ServerMomentum(*start.point, start_of(start))
+
+    def merge(self: Any, state: ServerMomentum, mixed: qv.Message) -> ServerMomentum:
+        x_u = state.x_u + 0.5 * (mixed["u"] - state.x_u)
+        return state._replace(u=x_u, x_u=x_u)
+
+    return type(
+        "Momentum",
+        (Alone,),
+        {
+            "name": "momentum",
+            "title": "Momentum",
+            "topology": "star",
+            "init": init,
+            "phases": lambda self, task: (train_whole(1),),
+            "message": lambda self, state: {"u": state.u.clone()},
+            "merge": merge,
+            "personal": lambda self, state: qv.Point(state.u, state.v),
+        },
+    )()
+
+
+def test_server_state_is_the_same_everywhere_or_refused() -> None:
+    """Clients that start apart would keep different copies of a server for ever."""
+    common = momentum_from(lambda start: start.common.shared.clone())
+    run = simulate(common, STAR(CLIENTS), common_init=False)
+    copies = [run.state(client)["x_u"] for client in range(CLIENTS)]
+    for other in copies[1:]:
+        assert all(torch.equal(copies[0][name], other[name]) for name in other)
+    own = momentum_from(lambda start: start.point.shared.clone())
+    simulate(own, STAR(CLIENTS))  # all start from the same point
+    with pytest.raises(qv.QuiverError, match=r"'x_u' is declared Replicated.*start.common"):
+        simulate(own, STAR(CLIENTS), common_init=False)
+    counted = momentum_from(lambda start: start.common.shared * start.samples)
+    with pytest.raises(qv.QuiverError, match="'x_u' is declared Replicated"):
+        simulate(counted, STAR(CLIENTS))
+
+
+def test_a_lone_client_is_refused_server_state_of_its_own() -> None:
+    """A peer or a rank with one client has nobody to compare with."""
+    own = momentum_from(lambda start: start.point.shared.clone())
+    settings = qv.RunSettings(rounds=1, dtype=torch.float64, common_init=False)
+    with pytest.raises(qv.QuiverError, match="'x_u' is declared Replicated"):
+        Shard(tiny_task(), tiny_data().only([3]), own, TRAINING, settings, clients=[3])
+
+
+class Answers(NamedTuple):
+    body: Tensor
+    classifier: Tensor
+
+
+def test_a_state_without_a_shared_field_has_no_consensus_distance(tmp_path: Path) -> None:
+    def phases(self: Any, task: qv.Task) -> Any:
+        train = self.train(epochs=1)
+        return (replace(train, absorb=lambda state, trained: Answers(*trained[:2])),)
+
+    bare = anything(init=lambda self, task, start: Answers(*start.point), phases=phases)
+    run = simulate(bare, REGULAR(CLIENTS))
+    assert run.rounds["consensus"].isna().all()
+    page = qv.report([run], tmp_path / "report.html").read_text()
+    assert "No consensus distance" in page
+    assert "declared Shared: Alone." in page
 
 
 def test_types_that_cannot_be_read_are_refused() -> None:
@@ -721,6 +856,8 @@ def test_interleaved_phases_see_what_the_one_before_left() -> None:
     head = replace(train_personal(None), sent=True)  # type: ignore[arg-type]
 
     class Turns(qv.DFedAvgM):
+        name, title = "turns", "Turns"
+
         def phases(self, task: qv.Task) -> Any:
             return (qv.Interleaved((head, body), epochs=1),)
 

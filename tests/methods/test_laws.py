@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import quiverfl as qv
@@ -46,6 +44,8 @@ every_case = pytest.mark.parametrize(
     ("method", "graphs"), CASES, ids=[f"{m}-{g(6).name}" for m, g in CASES]
 )
 ALL = np.ones(CLIENTS, dtype=bool)
+ORDER = [3, 0, 5, 1, 4, 2]
+"""Of clients: one stays, the others move."""
 
 
 def counts_epochs(method: Any) -> bool:
@@ -120,9 +120,8 @@ def test_2_agreement_is_kept_by_every_legal_graph(method: Any, graphs: Any) -> N
 
 
 @every_case
-@given(order=st.permutations(range(CLIENTS)))
-@settings(max_examples=3, deadline=None)
-def test_3_permuting_clients_permutes_results(method: Any, graphs: Any, order: list[int]) -> None:
+def test_3_permuting_clients_permutes_results(method: Any, graphs: Any) -> None:
+    order = ORDER
     plain, permuted = shard_of(method), shard_of(method, order)
     first, second = MatrixExchange(method.delay), MatrixExchange(method.delay)
     for t in range(2):
@@ -144,7 +143,7 @@ def test_4_what_is_sent_is_conserved_and_mass_stays_one_where_rows_sum_to_one(
     shard, exchange = shard_of(method), MatrixExchange(method.delay)
     rows = not method.delay
     balanced = graphs if graphs(CLIENTS)(0).column_stochastic else REGULAR
-    for t in range(6):
+    for t in range(4):  # a delay of 2 has arrivals in two of them
         graph = balanced(CLIENTS)(t)
         rows = rows and graph.row_stochastic  # in every round so far
         shard.train(t, graph.active)
@@ -198,8 +197,8 @@ def test_5_a_part_that_a_phase_does_not_train_is_bit_identical(method: Any) -> N
 
 @every_case
 def test_6_evaluating_changes_nothing(method: Any, graphs: Any) -> None:
-    every = simulate(method, graphs(CLIENTS), evaluate_every=1)
-    seldom = simulate(method, graphs(CLIENTS), evaluate_every=3)
+    every = simulate(method, graphs(CLIENTS), rounds=2, evaluate_every=1)
+    seldom = simulate(method, graphs(CLIENTS), rounds=2, evaluate_every=2)
     assert all(torch.equal(a, b) for a, b in zip(states(every), states(seldom), strict=True))
     shard = every._shard
     before = copy(shard)
@@ -227,7 +226,7 @@ def test_7_the_loss_falls_on_quadratics(method: Any) -> None:
     task = qv.Task(model=LinearPair, personal=("head",), loss=half_square, metrics={})
     topology = METHODS[ROWS.index(method)][1][0](CLIENTS)
     options = {"topology": topology, "training": qv.Training(lr=0.05, batch_size=None)}
-    options |= {"rounds": 30, "dtype": torch.float64, "threads": 1}
+    options |= {"rounds": 30, "evaluate_every": 30, "dtype": torch.float64, "threads": 1}
     if method.name == "fedproto":  # its prototypes are of classes, which least squares has none of
         with pytest.raises(qv.QuiverError, match="one class label"):
             qv.simulate(task, made.data, method=method, **options)
@@ -235,14 +234,16 @@ def test_7_the_loss_falls_on_quadratics(method: Any) -> None:
         split = replace(made.data.train, y=labels)
         data = qv.FederatedData(split, split, classes=2)
         options["training"] = qv.Training(lr=1.0, batch_size=None)
-        run = qv.simulate(qv.Task(model=TwoClasses), data, method=method, **options)
-    else:
-        run = qv.simulate(task, made.data, method=_for_quadratics(method), **options)
+        task, made = qv.Task(model=TwoClasses), replace(made, data=data)
+    method = _for_quadratics(method)
+    long = qv.simulate(task, made.data, method=method, **options)
+    short = qv.simulate(task, made.data, method=method, **(options | {"rounds": 1}))
     for stage in ("local", "mixed"):
-        rows = run.history[run.history["stage"] == stage]
-        losses = rows.groupby("round")["loss"].mean()
-        assert losses.iloc[-1] < losses.iloc[0] / 2
-        assert losses.iloc[-1] < 1.5
+        first, last = (
+            run.history[run.history["stage"] == stage]["loss"].mean() for run in (short, long)
+        )
+        assert last < first / 2
+        assert last < 1.5
 
 
 def _for_quadratics(method: Any) -> Any:
@@ -262,8 +263,11 @@ def test_9_a_message_survives_the_wire_format(method: Any) -> None:
     leaves = {name: leaf[0].numpy() for name, leaf in shard.outbox().items()}
     if not leaves:
         return
-    manifest = Manifest.of(leaves, [(name, leaf.shape) for name, leaf in sorted(leaves.items())])
-    again = manifest.unpack(manifest.pack(leaves))
+    parameters = [(name, leaf.shape) for name, leaf in sorted(leaves.items())]
+    manifest = Manifest.of(leaves, parameters, sparse=isinstance(method, Weighs))
+    payload = manifest.pack(leaves)
+    assert len(payload) <= int(shard.payload(shard.outbox())[0]) + 8 * len(leaves)
+    again = manifest.unpack(payload)
     assert set(again) == set(leaves)
     for name, leaf in leaves.items():
         assert again[name].dtype == leaf.dtype
@@ -274,8 +278,8 @@ def test_9_a_message_survives_the_wire_format(method: Any) -> None:
 def test_10_interrupted_and_resumed_equals_uninterrupted(method: Any, graphs: Any) -> None:
     kept: list[Checkpoint] = []
     topology = graphs(CLIENTS)
-    whole = simulate(method, topology, rounds=5, checkpoint=kept.append, checkpoint_every=1)
-    resumed = simulate(method, graphs(CLIENTS), rounds=5, resume=kept[1])
+    whole = simulate(method, topology, rounds=4, checkpoint=kept.append, checkpoint_every=1)
+    resumed = simulate(method, graphs(CLIENTS), rounds=4, resume=kept[1])
     assert all(torch.equal(a, b) for a, b in zip(states(whole), states(resumed), strict=True))
     assert whole.history.equals(resumed.history)
     for client in range(CLIENTS):
@@ -285,7 +289,9 @@ def test_10_interrupted_and_resumed_equals_uninterrupted(method: Any, graphs: An
 
 @every_case
 def test_11_vectorised_equals_one_by_one(method: Any, graphs: Any) -> None:
-    options = {"epochs_per_client": [1, 2, 3, 1, 2, 3]} if counts_epochs(method) else {}
+    options: dict[str, Any] = {"rounds": 2}
+    if counts_epochs(method):
+        options["epochs_per_client"] = [1, 2, 3, 1, 2, 3]
     together = simulate(method, graphs(CLIENTS), executor="vectorized", **options)
     alone = simulate(method, graphs(CLIENTS), executor="sequential", **options)
     assert distance(states(together), states(alone)) <= 1e-12
@@ -295,11 +301,14 @@ def test_11_vectorised_equals_one_by_one(method: Any, graphs: Any) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("parts", [[[0, 1, 2], [3, 4, 5]], [[c] for c in range(CLIENTS)]])
-def test_12_one_shard_equals_several_equals_lone_peers(
-    method: Any, graphs: Any, parts: list[list[int]]
-) -> None:
-    whole = simulate(method, graphs(CLIENTS), rounds=3)
+def test_12_one_shard_equals_several_equals_lone_peers(method: Any, graphs: Any) -> None:
+    whole = states(simulate(method, graphs(CLIENTS), rounds=3, evaluate_every=3))
+    for parts in ([[0, 1, 2], [3, 4, 5]], [[client] for client in range(CLIENTS)]):
+        assert distance(whole, _in_parts(method, graphs, parts)) <= 1e-12
+
+
+def _in_parts(method: Any, graphs: Any, parts: list[list[int]]) -> list[torch.Tensor]:
+    """The states after three rounds on shards of these clients."""
     shards = [shard_of(method, part) for part in parts]
     exchange = MatrixExchange(method.delay)
     for t in range(3):
@@ -312,8 +321,7 @@ def test_12_one_shard_equals_several_equals_lone_peers(
         mixed = exchange.collect(t)
         for part, shard in zip(parts, shards, strict=True):
             shard.deliver({name: leaf[part] for name, leaf in mixed.items()})
-    joined_states = [torch.cat(leaves) for leaves in zip(*(s.state for s in shards), strict=True)]
-    assert distance(states(whole), joined_states) <= 1e-12
+    return [torch.cat(leaves) for leaves in zip(*(s.state for s in shards), strict=True)]
 
 
 @every_method
@@ -337,8 +345,8 @@ def test_what_is_sent_is_given_away(method: Any) -> None:
 @every_method
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(method: Any) -> None:
     topology = METHODS[ROWS.index(method)][1][0](CLIENTS)
-    first, again = simulate(method, topology), simulate(method, topology)
-    other = simulate(method, topology, seed=1)
+    first, again = (simulate(method, topology, rounds=2) for _ in range(2))
+    other = simulate(method, topology, rounds=2, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(states(first), states(again), strict=True))
     assert distance(states(first), states(other)) > 1e-3
 
@@ -346,5 +354,5 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(method: Any) 
 @every_method
 def test_threads_change_nothing_beyond_rounding(method: Any) -> None:
     topology = METHODS[ROWS.index(method)][1][0](CLIENTS)
-    one, two = (simulate(method, topology, threads=n) for n in (1, 2))
+    one, two = (simulate(method, topology, rounds=1, threads=n) for n in (1, 2))
     assert distance(states(one), states(two)) <= 1e-12

@@ -27,6 +27,7 @@ from quiverfl.peer.manifest import Leaves, Manifest
 from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
+from quiverfl.peer.wire import PROTOCOL
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["quiverfl.peer.setup", "sklearn.datasets"])
@@ -44,7 +45,7 @@ class Quadratic:
         self._mass = np.float32(1.0)
         self.manifest = Manifest.of({"u": self._u})
 
-    def train(self, round: int, active: bool, share: float = 1.0) -> None:
+    def train(self, round: int, active: bool, share: float = 1.0, keep: bool = False) -> None:
         time.sleep(self._seconds)
         z = self._u / self._mass
         self._u = self._u - self._rate * self._mass * (z - self._target)
@@ -62,9 +63,15 @@ class Quadratic:
     def restore(self, rest: Mapping[str, np.ndarray]) -> None:
         self._v = np.array(rest["v"])
 
+    def amend(self, lr: float | None, rounds: int) -> None:
+        self._rate = np.float32(self._rate if lr is None else lr)
+
     def evaluate(self, round: int, stage: str) -> dict[str, float]:
         z = self._u / self._mass
         return {"loss": float(np.square(z - self._target).mean())}
+
+    def record(self) -> dict[str, int]:
+        return {"steps": 1}
 
     def model(self) -> Leaves:
         return {"body": self._u / self._mass, "head": self._v.copy()}
@@ -86,6 +93,7 @@ class Options:
     files: int = 0  # the limit on open files, where one is set
     crash_at: str = ""  # a point of the runtime's trace
     crash_after: int = 0  # the how-many-th passage
+    newest: int = PROTOCOL  # version of the protocol that it speaks
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
@@ -127,7 +135,8 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     roster = Roster.read(folder / ROSTER)
     number = roster.number(name)
     learner = Quadratic(number, options.size, options.seconds, options.rate)
-    agreement = Agreement(roster.run, name, "c" * 64, learner.manifest)
+    agreement = Agreement(roster.run, name, "c" * 64, learner.manifest, options.newest)
+    member = roster.member(name)
     try:
         store = Store.open(folder / "store", trace)
     except NoStore:
@@ -137,7 +146,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
         mode=options.mode,
         deadline=options.deadline,
         linger=options.linger,
-        bind=roster.member(name).address,
+        bind="127.0.0.1:0" if member.dials_out else member.address,
         **options.settings,
     )
     lines = open(folder / "history.jsonl", "a", buffering=1)  # noqa: SIM115

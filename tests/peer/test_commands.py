@@ -189,6 +189,14 @@ def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
         asyncio.run(open_and_close())
 
 
+def test_a_topology_that_looks_is_refused(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, rounds=1)[0]
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace("random_push", "loss_push"))
+    with pytest.raises(QuiverError, match="'loss_push' chooses by what clients told each other"):
+        build_learner(PeerFolder.read(folder))
+
+
 def test_keys_are_issued_and_rotated(tmp_path: Path) -> None:
     prepare(tmp_path)
     authority = tmp_path / "ca"

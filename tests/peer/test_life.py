@@ -292,7 +292,7 @@ def test_health_is_answered_while_it_trains(tmp_path: Path) -> None:
 def test_metrics_are_served_on_loopback_only(tmp_path: Path) -> None:
     import urllib.request
 
-    from quiverfl.peer.metrics import PeerMetrics, serve_metrics
+    from quiverfl.peer.metrics import PeerMetrics, Sample, serve_metrics
 
     from .swarm import free_ports
 
@@ -300,14 +300,14 @@ def test_metrics_are_served_on_loopback_only(tmp_path: Path) -> None:
     metrics.add("sent_bytes", 17)
     metrics.refused("gap")
     port = free_ports(1)[0]
-    server = serve_metrics(f"127.0.0.1:{port}", metrics, lambda: {"mass": 0.5})
+    server = serve_metrics(f"127.0.0.1:{port}", metrics, lambda: [Sample("mass", 0.5)])
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
     server.shutdown()
     assert "quiver_sent_bytes_total 17.0" in text
     assert 'quiver_refusals_total{reason="gap"} 1.0' in text
     assert "quiver_mass 0.5" in text
     with pytest.raises(QuiverError, match="loopback only"):
-        serve_metrics("0.0.0.0:1", metrics, dict)
+        serve_metrics("0.0.0.0:1", metrics, list)
 
 
 def test_the_personal_part_never_appears_on_the_wire(
@@ -339,13 +339,13 @@ def test_the_personal_part_never_appears_on_the_wire(
 
 def _watched(
     node: Node, heads: list[np.ndarray], bodies: list[np.ndarray]
-) -> Callable[[int, bool, float], None]:
+) -> Callable[[int, bool, float, bool], None]:
     """Training that keeps every personal and shared vector it makes."""
     train = node.learner.train
 
-    def watched(round: int, active: bool, share: float) -> None:
+    def watched(round: int, active: bool, share: float, keep: bool) -> None:
         heads.append(node.learner.rest()["v"])
-        train(round, active, share)
+        train(round, active, share, keep)
         heads.append(node.learner.rest()["v"])
         bodies.append(node.learner.message()["u"])
 

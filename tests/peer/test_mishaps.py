@@ -82,7 +82,7 @@ def test_a_refused_share_whose_receiver_is_evicted_is_written_off(tmp_path: Path
         refused = (await transactions.push(0, U, V, {"b": 1}, 1))[0]
         await transactions.evict("b")
         share = Transfer("c", "a", 1, 0, 8, hashlib.sha256(b"").hexdigest(), total(U))
-        await transactions.absorb([(share, U)], [refused], V, finish=True)
+        await transactions.absorb([(share, U)], [refused], finish=True)
 
     asyncio.run(scenario())
     assert transactions.accounts.units == UNIT // 2 + 8

@@ -1,13 +1,12 @@
-"""One shard equals lone peers: eight processes over gRPC compute what `simulate` computes."""
+"""One shard equals lone peers: processes over gRPC compute what `quiver run` computes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,10 +14,12 @@ from quiverfl.cli.peer_demo import make_swarm
 from quiverfl.experiment import Experiment
 from quiverfl.peer.audit import audit
 from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.peer import Peer
 from quiverfl.peer.peer_folder import PeerFolder
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.setup import configuration, run_peer
-from quiverfl.peer.store import Store
+from quiverfl.peer.setup import configuration, restored_learner
+from quiverfl.results.groups import group_runs
+from quiverfl.results.run_files import find_runs, read_run
 
 from .swarm import CONTEXT
 
@@ -26,7 +27,7 @@ from .swarm import CONTEXT
 def peer_process(path: Path) -> None:
     log = os.open(path / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
-    asyncio.run(run_peer(PeerFolder.read(path), join=False, trust_store=False))
+    asyncio.run(Peer.open(path).run())
 
 
 def run_processes(folders: dict[str, PeerFolder], seconds: float) -> None:
@@ -47,47 +48,70 @@ def run_processes(folders: dict[str, PeerFolder], seconds: float) -> None:
                 process.join()
 
 
-@pytest.mark.parametrize(
-    ("method", "peers", "dtype", "tolerance"),
-    [("dfedpgp", 8, "float32", 1e-6), ("osgp", 3, "float64", 1e-12), ("local", 2, "float32", 0.0)],
-)
-def test_sync_peers_equal_the_simulation(
-    tmp_path: Path, method: str, peers: int, dtype: str, tolerance: float
-) -> None:
-    """A share is rounded before it travels and the simulation's product is not: hence 1e-6."""
-    folders = make_swarm(tmp_path / "swarm", peers, rounds=3, mode="sync")
+def configured(root: Path, peers: int, rounds: int, changes: dict[str, str]) -> list[PeerFolder]:
+    """A swarm whose run.toml has these lines in these sections."""
+    folders = make_swarm(root, peers, rounds, mode="sync")
     for folder in folders.values():
         text = (folder.path / "run.toml").read_text()
-        if method != "dfedpgp":
-            text = text.replace('name = "dfedpgp"\nstep_floor = 0.5', f'name = "{method}"\n')
-        # The order of float32 sums inside a batched product depends on how many clients share it.
-        text = text.replace(
-            "[run]", f'[run]\nexecutor = "sequential"\nthreads = 1\ndtype = "{dtype}"'
-        )
-        text = text.replace("momentum = 0.9", "momentum = 0.0")  # it would amplify the rounding
+        for section, lines in changes.items():
+            text = re.sub(rf"\[{section}\]\n(.+\n)*", f"[{section}]\n{lines}\n", text)
         (folder.path / "run.toml").write_text(text)
-    folders = {name: PeerFolder.read(folder.path) for name, folder in folders.items()}
-    run_processes(folders, 60)
-    experiment = Experiment.of(configuration(folders["peer-0"]))
-    with torch.random.fork_rng():
-        run = experiment.simulation.run()
-    history = run.history
-    for name, folder in folders.items():
-        store = Store.open(folder.store)
-        memory, accounts = store.memory(), store.accounts()
-        store.close()
-        state = run.state(folder.number)
-        for field, found in {**memory.message, **memory.rest}.items():
-            if field == "mu":
-                continue
-            expected = torch.cat([part.reshape(-1) for part in state[field].values()]).numpy()
-            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance, err_msg=name)
-        assert accounts.units / UNIT == pytest.approx(float(state["mu"]), abs=1e-12)
-        mine = history[(history.client == folder.number) & (history["round"] == 2)]
-        line = json.loads((folder.path / "history.jsonl").read_text().splitlines()[-1])
-        for stage in ("local", "mixed"):
-            there = mine[mine.stage == stage].accuracy.item()
-            assert line[stage]["accuracy"] == pytest.approx(there, abs=0.02)
-    report = audit([read_statement(folder.store) for folder in folders.values()])
+    return [PeerFolder.read(folder.path) for folder in folders.values()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "peers", "rounds"),
+    [
+        ({}, 5, 5),
+        (
+            {
+                "method": 'name = "dispfl"\nepochs = 1',
+                "topology": 'name = "random_regular"\nneighbors = 2',
+                "run": 'rounds = 4\ndtype = "float64"',
+            },
+            3,
+            4,
+        ),
+    ],
+    ids=["dfedpgp float32", "dispfl float64"],
+)
+def test_sync_peers_equal_quiver_run_with_their_arithmetic(
+    tmp_path: Path, changes: dict[str, str], peers: int, rounds: int
+) -> None:
+    """Processes with momentum for rounds in which rounding would show; the same run.toml."""
+    folders = configured(tmp_path / "swarm", peers, rounds, changes)
+    run_processes({folder.own.name: folder for folder in folders}, 120)
+    config = configuration(folders[0]).with_values([("run.arithmetic", "peers")])
+    run = Experiment.of(config).run(tmp_path / "simulated")
+    for folder in folders:
+        found, expected = restored_learner(folder), run._shard.state
+        for name, leaf in found._shard.state._asdict().items():
+            assert torch.equal(leaf[0], getattr(expected, name)[folder.number]), name
+        seen = read_run(folder.path / "run")
+        assert seen.finished
+        mine = seen.history[seen.history.client == folder.number].reset_index(drop=True)
+        there = run.history[run.history.client == folder.number].reset_index(drop=True)
+        assert mine.equals(there[mine.columns])
+    report = audit([read_statement(folder.store) for folder in folders])
     assert report.passed, report.problems
     assert report.units == peers * UNIT
+    groups = group_runs(find_runs([*(folder.path for folder in folders), tmp_path / "simulated"]))
+    assert len(groups) == 2
+    together = next(group.first for group in groups if "peers, sync" in group.label)
+    simulated = next(group.first for group in groups if "peers" not in group.label)
+    columns = ["round", "stage", "client", "accuracy"]
+    assert together.history[columns].equals(simulated.history[columns])
+    assert together.finished
+    assert together.rounds["steps"].tolist() == simulated.rounds["steps"].tolist()
+    assert together.rounds["sent_bytes"].sum() > simulated.rounds["sent_bytes"].sum() > 0
+
+
+def test_without_their_arithmetic_the_two_part_at_rounding(tmp_path: Path) -> None:
+    """What the option is for: a matrix product rounds once where peers round every share."""
+    config = configuration(configured(tmp_path / "swarm", 3, 1, {})[0])
+    states = []
+    for arithmetic in ("matrix", "peers"):
+        values = [("run.arithmetic", arithmetic), ("run.executor", "sequential")]
+        states.append(Experiment.of(config.with_values(values)).run()._shard.state)
+    apart = float((states[0].u - states[1].u).abs().max())
+    assert 0 < apart < 1e-6

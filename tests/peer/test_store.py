@@ -226,7 +226,7 @@ def test_a_share_of_a_peer_evicted_meanwhile_is_not_merged(tmp_path: Path) -> No
     async def scenario() -> None:
         await transactions.meet("b", "first store")
         await transactions.evict("b")
-        await transactions.absorb([(share, U)], [], V, finish=True)
+        await transactions.absorb([(share, U)], [], finish=True)
 
     asyncio.run(scenario())
     assert (transactions.accounts.units, transactions.accounts.round) == (UNIT, 1)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quiverfl.cli.main import app
 from quiverfl.results.figures import picture, write_figure
 from quiverfl.results.groups import Group, group_runs
-from quiverfl.results.mean_ranks import Ranks, critical_difference, draw_ranks, ranks, words
+from quiverfl.results.mean_ranks import MeanRanks, critical_difference, draw_ranks, ranks, words
 from quiverfl.results.paired import (
     holm,
     interval,
@@ -140,9 +140,9 @@ def test_cases_with_a_gap_are_left_out_and_few_are_not_ranked() -> None:
 
 
 def test_cliques_are_as_long_as_can_be() -> None:
-    found = Ranks(("a", "b", "c", "d"), (1.0, 1.5, 2.5, 4.0), 5, 0.01, 1.6)
+    found = MeanRanks(("a", "b", "c", "d"), (1.0, 1.5, 2.5, 4.0), 5, 0.01, 1.6)
     assert found.cliques() == [(0, 2), (2, 3)]
-    alone = Ranks(("a", "b", "c"), (1.0, 2.0, 3.0), 5, 0.01, 0.5)
+    alone = MeanRanks(("a", "b", "c"), (1.0, 2.0, 3.0), 5, 0.01, 0.5)
     assert alone.cliques() == []
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,19 @@ from quiverfl.distributed.rank_simulation import RankSimulation, federation_of
 from quiverfl.distributed.ranks import RankFailed, Ranks
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import MatrixExchange
+from quiverfl.engine.history import History
 from quiverfl.engine.settings import RunSettings
 from quiverfl.methods.contract import Interleaved, Train
 from quiverfl.topologies.graph import Graph
 from small import CLIENTS, METHODS, TRAINING, tiny_data, tiny_task
 
 RING = lambda m: qv.ring(clients=m)  # noqa: E731
+LOOKING = [
+    lambda m: qv.bandit_push(m, 2, by="similarity", sketch=4, seed=0),
+    lambda m: qv.participating(qv.loss_push(m, 2, seed=0), 0.5, seed=1),
+]
 CASES = [(method, graphs) for method, choices in METHODS for graphs in choices]
+CASES += [(qv.DFedPGP(shared_epochs=2), graphs) for graphs in LOOKING]
 RINGS = [(method, RING) for method, _ in METHODS]
 EPOCHS = (1, 2, 3, 1, 2, 3)
 
@@ -58,7 +65,10 @@ def simulation(ranks: Ranks, method: Any, topology: Any, chosen: RunSettings) ->
 
 
 def played(ranks: Ranks, method: Any, graphs: Any, *how: str) -> dict[str, Any]:
-    run = simulation(ranks, method, graphs(CLIENTS), settings(method, *how)).run()
+    return found_by(simulation(ranks, method, graphs(CLIENTS), settings(method, *how)).run())
+
+
+def found_by(run: qv.Run) -> dict[str, Any]:
     kept = {int(run._shard.ids[row]): p for row, p in run._shard.local.points.items()}
     return {
         "state": [leaf.clone() for leaf in run._shard.state],
@@ -113,6 +123,21 @@ def refused(ranks: Ranks, folder: Path) -> str:
     return ""
 
 
+def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The last of three rounds after a checkpoint, on a topology that looks."""
+    method, graphs = CASES[-1]
+    chosen = replace(settings(method), checkpoint_every=2)
+    made = simulation(ranks, method, graphs(CLIENTS), chosen)
+    first = ranks.rank == 0
+
+    def keep(write: Callable[[Path], Path]) -> None:
+        write(folder)
+
+    made.run(checkpoint=keep if first else None)
+    taken = Checkpoint.load(folder / "round-000002.json", History()) if first else None
+    return found_by(made.run(resume=taken))
+
+
 WORK: dict[str, Callable[[Ranks, Path], Any]] = {
     "methods": lambda ranks, _: [played(ranks, *case) for case in CASES],
     "rings": lambda ranks, _: [played(ranks, *case) for case in RINGS],
@@ -120,6 +145,7 @@ WORK: dict[str, Callable[[Ranks, Path], Any]] = {
     "single": lambda ranks, _: [played(ranks, *case, "sequential", "float32") for case in CASES],
     "mixed": lambda ranks, _: mixed(ranks),
     "refused": refused,
+    "resumed": resumed,
 }
 
 

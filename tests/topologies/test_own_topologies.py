@@ -57,6 +57,22 @@ def alone():
 
 def strict(clients, radius):
     return qv.ring(clients)
+
+
+def needy(clients, neighbors=1):
+    """Everybody sends to those who said that their loss is highest."""
+    def weights(round, view):
+        loss = np.where(np.eye(clients, dtype=bool), -1, np.nan_to_num(view.loss))
+        chosen = np.argsort(-loss, axis=1, kind="stable")[:, :neighbors]
+        mass = np.eye(clients)
+        for sender, receivers in enumerate(chosen):
+            mass[receivers, sender] = 1
+        return mass / (neighbors + 1)
+    return qv.custom(weights, clients, looks=qv.Looks(loss=True))
+
+
+def silent(clients):
+    return lambda round, view: np.eye(clients)
 '''
 CONFIG = """
 [data]
@@ -126,6 +142,7 @@ def test_it_is_called_with_clients_seed_and_options_and_keeps_its_name() -> None
         ("matrix", {}, "returned a ndarray: return a Topology, such as from_matrix"),
         ("broken", {}, r"failed \(my_graphs.py, line 31\): ZeroDivisionError: division"),
         ("piars", {}, "did you mean 'pairs'"),
+        ("silent", {}, r"custom\(function, clients, looks=Looks\(loss=True\)\)"),
     ],
 )
 def test_what_it_does_wrong_is_one_sentence(name: str, options: dict[str, Any], words: str) -> None:
@@ -182,3 +199,20 @@ def test_it_is_measured_before_training() -> None:
     assert (report["name"], report["options"]) == ("my_graphs:pairs", {"seed": 0, "width": 2})
     wrong = CliRunner().invoke(app, [*shown, "--set", "width"])
     assert "--set 'width': write option=value." in str(wrong.exception)
+
+
+def test_one_that_looks_runs_and_resumes(here: Path) -> None:
+    config = CONFIG.replace("pairs", "needy").replace("width = 2", "neighbors = 2")
+    (here / "run.toml").write_text(config.replace("rounds = 2", "rounds = 4"))
+    quiver("run", "run.toml", "--out", "one", "-q")
+    written = [json.loads(line) for line in (here / "one" / "rounds.jsonl").open()]
+    assert written[0]["links"] == "1 2;0 2;0 1;0 1"  # nothing was told: the first ones
+    assert len({line["links"] for line in written}) > 1
+    (here / "run.toml").write_text(config)
+    quiver("run", "run.toml", "--out", "two", "-q")
+    quiver("extend", "two", "--rounds", "4", "-q")
+    assert (here / "one" / "history.jsonl").read_bytes() == (
+        here / "two" / "history.jsonl"
+    ).read_bytes()
+    shown = quiver("topology", "show", "one", "--json")
+    assert json.loads(shown.output)["clients"] == 4

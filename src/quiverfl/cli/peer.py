@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,9 @@ from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 
 if TYPE_CHECKING:
+    from quiverfl.peer.peer import Peer
     from quiverfl.peer.peer_folder import PeerFolder
+    from quiverfl.peer.peer_settings import Outcome
 
 app = typer.Typer(help="Run as a peer between real machines.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
@@ -60,7 +63,8 @@ def init(
     if data_path is not None and not data_path.expanduser().exists():
         raise QuiverError(f"--data-path {data_path}: there is no such file or folder.")
     name = name or keys.name
-    address = Roster.read(roster).member(name).address
+    member = Roster.read(roster).member(name)
+    address = "127.0.0.1:7400" if member.dials_out else member.address  # for its owner alone
     place = None if data_path is None else str(data_path.expanduser().absolute())
     options = dict(_option(text) for text in data_option or ())
     own = OwnSettings(
@@ -87,12 +91,14 @@ def run(
     """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to continue."""
     require("peer", "quiver peer")
     from quiverfl.peer.files import StoreError
+    from quiverfl.peer.metrics import log_to_stderr
+    from quiverfl.peer.peer import Peer
     from quiverfl.peer.sender import RestoredBackup
-    from quiverfl.peer.setup import log_to_stderr, run_peer
 
     log_to_stderr()
     try:
-        outcome = asyncio.run(run_peer(_read(folder), join, trust_store))
+        peer = Peer.open(folder, join=join, trust_store=trust_store)
+        outcome = asyncio.run(_until_told(peer))
     except StoreError as problem:
         _exit(EXIT_STORE, str(problem))
     except RestoredBackup as problem:
@@ -158,6 +164,59 @@ def evict(
         found = {"written_off": evict_at_rest(opened.store, peer, ban) / UNIT}
     word = "banned" if ban else "evicted"
     print(f"{peer} is {word} here; written off: {found['written_off']:.6f}")
+
+
+@app.command("amend")
+def amend(
+    folder: Folder,
+    since: Annotated[int, typer.Option(min=0, help="The round from which on it holds.")],
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds in all.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The learning rate.")] = None,
+) -> None:
+    """Agree to a change of the run. It holds once every member has agreed to the same."""
+    require("peer", "quiver peer")
+    from quiverfl.cli.peer_amend import agree
+
+    print("\n".join(agree(_read(folder), since, rounds, lr)))
+
+
+@app.command("doctor")
+def doctor(
+    folder: Folder,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for a peer.")] = 5.0,
+    json_: AsJson = False,
+) -> None:
+    """Look for what keeps a peer from running well: clock, certificate, reachability, disk."""
+    require("peer", "quiver peer")
+    from quiverfl.cli.peer_doctor import consult
+
+    if not consult(folder, timeout, json_):
+        raise typer.Exit(2)
+
+
+@app.command("watch")
+def watch(
+    sources: Annotated[
+        list[str], typer.Argument(help="Peers' folders, or HOST:PORT of their metrics.")
+    ],
+    page: Annotated[bool, typer.Option(help="A page for the browser, on this machine.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any.")] = 8464,
+    save: Annotated[Path | None, typer.Option(help="Write one picture as a page, and end.")] = None,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 2.0,
+    once: Annotated[bool, typer.Option(help="Print one table, and end.")] = False,
+) -> None:
+    """Watch peers from their metrics: rounds, mass, accuracy, links that wait. Read-only."""
+    require("peer", "quiver peer")
+    from quiverfl.cli.peer_watch import save_page, watch_in_browser, watch_in_terminal
+    from quiverfl.peer.watching import Watch, source_of
+
+    watched = Watch([source_of(text) for text in sources])
+    if save is not None:
+        save_page(watched, save)
+    elif page:
+        watch_in_browser(watched, every, port)
+    else:
+        watch_in_terminal(watched, every, once)
 
 
 @app.command("audit")
@@ -232,6 +291,13 @@ def demo(
         raise QuiverError(f"--mode {mode}: it is sync or async.")
     if not run_demo(out, peers, rounds, mode, kills):
         raise typer.Exit(1)
+
+
+async def _until_told(peer: Peer) -> Outcome:
+    """Run it; SIGTERM and Ctrl-C end it in good order."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, peer.stop)
+    return await peer.run()
 
 
 def _read(folder: Path) -> PeerFolder:

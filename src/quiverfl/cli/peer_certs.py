@@ -19,7 +19,7 @@ Authority = Annotated[Path, typer.Argument(help="The folder of the run's authori
 def certs_init(
     authority: Authority,
     run: Annotated[str, typer.Option(help="The run's name.")],
-    peer: Annotated[list[str], typer.Option(help="NAME=HOST:PORT, once per peer, in order.")],
+    peer: Annotated[list[str], typer.Option(help="NAME=HOST:PORT or NAME=dials-out, one each.")],
 ) -> None:
     """Make an authority, a key per peer (in AUTHORITY/NAME) and the roster."""
     require("peer", "quiver peer")
@@ -42,20 +42,20 @@ def certs_init(
 def certs_issue(
     authority: Authority,
     name: Annotated[str, typer.Argument(help="The new peer's name.")],
-    address: Annotated[str, typer.Option(help="HOST:PORT of the new peer.")],
+    address: Annotated[str, typer.Option(help="HOST:PORT of the new peer, or dials-out.")],
 ) -> None:
     """A key for one more peer, added to the roster."""
     require("peer", "quiver peer")
     from dataclasses import replace
 
     from quiverfl.peer import identity
-    from quiverfl.peer.roster import ROSTER, Member, Roster
+    from quiverfl.peer.roster import DIALS_OUT, ROSTER, Member, Roster
 
     roster = Roster.read(authority / ROSTER)
     if name in roster.names:
         raise QuiverError(f"{name!r} is in the roster: quiver peer certs rotate renews its key.")
     key = identity.issue(authority, name, authority / name)
-    member = Member(name, address, (key,))
+    member = Member(name, DIALS_OUT if address == "dials-out" else address, (key,))
     replace(roster, members=(*roster.members, member)).write(authority / ROSTER)
     print(f"Copy {authority / ROSTER} to every peer, {authority / name} to {name!r} alone.")
 
@@ -80,8 +80,28 @@ def certs_rotate(
     print(f"First copy {authority / ROSTER} to every peer, then {authority / name} to {name!r}.")
 
 
+@certs.command("revoke")
+def certs_revoke(
+    authority: Authority,
+    name: Annotated[str, typer.Argument(help="The peer that is let in no more.")],
+) -> None:
+    """Take all keys of a peer out of the roster; running peers refuse it without a restart."""
+    require("peer", "quiver peer")
+    from quiverfl.peer.roster import ROSTER, Roster
+
+    Roster.read(authority / ROSTER).without_keys(name).write(authority / ROSTER)
+    print(f"Copy {authority / ROSTER} to every peer: from then on they refuse {name!r}.")
+    print(f"Then quiver peer evict FOLDER {name} --ban on each writes off what waits for it.")
+
+
 def _pair(text: str) -> tuple[str, str]:
     name, separator, address = text.partition("=")
+    if address == "dials-out":
+        from quiverfl.peer.roster import DIALS_OUT
+
+        return name, DIALS_OUT
     if not separator or ":" not in address:
-        raise QuiverError(f"--peer {text!r}: write NAME=HOST:PORT.")
+        raise QuiverError(
+            f"--peer {text!r}: write NAME=HOST:PORT, or NAME=dials-out if nobody can call it."
+        )
     return name, address

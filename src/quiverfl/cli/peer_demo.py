@@ -25,9 +25,9 @@ from quiverfl.peer.audit import Report, Statement, audit
 from quiverfl.peer.control import NotRunning, order
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.peer_folder import OwnSettings, PeerFolder, make_folder
+from quiverfl.peer.peer_run import scores_of
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.setup import history_of
 from quiverfl.peer.signing import checked_by
 from quiverfl.peer.wire import Order
 
@@ -267,16 +267,18 @@ def write_report(
     lines = ["# Peer demo", "", f"{len(demo.folders)} processes, {seconds:.0f} s.", ""]
     lines += ["| peer | rounds | μ | accuracy, first → last | kills | state |", "|---" * 6 + "|"]
     for name, folder in demo.folders.items():
-        history = history_of(folder.path)
-        accuracy = [line["mixed"]["accuracy"] for line in history if line.get("mixed")]
+        scores = scores_of(folder.path, "accuracy")
+        accuracy = list(scores.values())
         change = f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}" if accuracy else "–"
         mass = f"{masses[name]:.4f}"
         state = demo.seen[name].get("state", "–")
-        rounds = history[-1]["round"] + 1 if history else 0
+        rounds = max(scores, default=-1) + 1
         lines.append(f"| {name} | {rounds} | {mass} | {change} | {demo.kills[name]} | {state} |")
     lines.append(f"| in flight | | {report.in_flight / UNIT:.4f} | | | |")
     lines += ["", "## Audit", "", "```", *report.lines(), "```", ""]
-    lines.append("Again: `quiver peer audit " + " ".join(demo.folders) + "` in this folder.")
+    names = " ".join(demo.folders)
+    lines.append(f"Again, in this folder: `quiver peer audit {names}`, and for learning curves")
+    lines.append(f"`quiver report {names}`.")
     (root / "report.md").write_text("\n".join(lines) + "\n")
     (root / "audit.json").write_text(json.dumps(report.values(), indent=1) + "\n")
     return root / "report.md"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from quiverfl.errors import QuiverError
+from quiverfl.results.recorded_graphs import recorded_graphs
+from quiverfl.results.run_files import is_run, read_run
 from quiverfl.topologies import TOPOLOGIES, Topology, TopologyReport, analyse, make_topology
-from quiverfl.topologies.analysis import Spread
+from quiverfl.topologies.analysis import Spread, spread, union
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.recorded import WATCHED, watch
+from quiverfl.topologies.topology import downloads, uploads
+from quiverfl.topologies.unchanging import first_graphs
+from quiverfl.topologies.view import Looks
 
 app = typer.Typer(no_args_is_help=True, help="Measure and draw a topology.")
 
@@ -50,7 +58,11 @@ def topologies(
 @app.command()
 def show(
     name: Annotated[
-        str, typer.Argument(help="As `quiver topologies` lists it, or your own module:function.")
+        str,
+        typer.Argument(
+            help="As `quiver topologies` lists it, or your own module:function; or the folder of "
+            "a run whose topology looks."
+        ),
     ],
     clients: Annotated[int, typer.Option(help="How many clients.")] = 100,
     neighbors: Annotated[int | None, typer.Option(help="Neighbours of a client.")] = None,
@@ -66,6 +78,10 @@ def show(
     ] = None,
     static: Annotated[bool, typer.Option("--static", help="Keep the first round's draw.")] = False,
     rounds: Annotated[int, typer.Option(help="How many rounds to look at.")] = 50,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, help="Say whether any so many consecutive rounds are connected."),
+    ] = None,
     message_bytes: Annotated[
         int, typer.Option(help="Of one message; the default is the paper's ResNet-18 body.")
     ] = PAPER_MESSAGE_BYTES,
@@ -75,7 +91,14 @@ def show(
     picture_round: Annotated[int, typer.Option(min=1, help="The round to draw.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds."""
+    """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds.
+
+    The graphs of a topology that looks depend on the run: given the folder of one, this shows those
+    it recorded; given its name, those of clients that always tell the same.
+    """
+    if is_run(Path(name)):
+        _show_recorded(Path(name), window or WATCHED, picture, picture_round, as_json)
+        return
     given: dict[str, Any] = {
         "neighbors": neighbors,
         "sampled": sampled,
@@ -91,14 +114,67 @@ def show(
     if picture is not None:
         _draw(topology, picture_round, picture)
     report = analyse(topology, rounds, message_bytes)
+    watched = None
+    if window is not None or topology.looks is not None:
+        watched = watch(first_graphs(topology, rounds), window or WATCHED)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        watching = {} if watched is None else {"watch": asdict(watched)}
+        typer.echo(json.dumps({**report.as_dict(), **watching}, indent=2))
     else:
-        _print(_table(report))
+        _print(
+            _table(_lines(report) + ([] if watched is None else [("over time", watched.words())]))
+        )
+        if topology.looks is not None:
+            _print(_looking(topology.looks))
         for reason in report.left_out:
             _print(f"left out: {reason}")
     if picture is not None:
         typer.echo(f"picture: {picture}", err=as_json)
+
+
+def _looking(looks: Looks) -> str:
+    told = [name for name in ("loss", "norm") if getattr(looks, name)]
+    told += [f"sketch of {looks.sketch} numbers"] if looks.sketch else []
+    return (
+        f"It looks at: {', '.join(told)} ({looks.bytes} bytes with every message). Shown for "
+        "clients that always tell the same; `quiver topology show FOLDER` has the graphs of a run."
+    )
+
+
+def _show_recorded(
+    folder: Path, window: int, picture: Path | None, picture_round: int, as_json: bool
+) -> None:
+    """The graphs that a run wrote down."""
+    run = read_run(folder)
+    graphs = recorded_graphs(run)
+    if not graphs:
+        raise QuiverError(
+            f"{folder} recorded no graphs: those of {run.topology} do not depend on the run; "
+            f"`quiver topology show {run.topology}` with its options shows them."
+        )
+    if picture is not None:
+        if picture_round > len(graphs):
+            raise QuiverError(f"--picture-round {picture_round}: {len(graphs)} were recorded.")
+        _draw_to(graphs[picture_round - 1], picture, f"{run.topology}, round {picture_round}")
+    watched = watch(graphs, window)
+    used = union(graphs).nnz - run.clients
+    possible = run.clients * (run.clients - 1)
+    if as_json:
+        found = {"topology": run.topology, "clients": run.clients, "links_used": used}
+        typer.echo(json.dumps({**found, "watch": asdict(watched)}, indent=2))
+        return
+    _print(
+        _table(
+            [
+                ("topology", f"{run.topology}, {run.clients} clients, as recorded"),
+                ("rounds recorded", str(len(graphs))),
+                ("messages sent", _spread(spread([uploads(graph) for graph in graphs]))),
+                ("messages received", _spread(spread([downloads(graph) for graph in graphs]))),
+                ("links used", f"{used:,} of {possible:,} possible"),
+                ("over time", watched.words()),
+            ]
+        )
+    )
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -110,12 +186,16 @@ def _option(text: str) -> tuple[str, Any]:
     return option.strip(), toml_value(value.strip())
 
 
-def _draw(topology: Topology, round: int, picture: Path) -> None:
+def _draw_to(graph: Graph, picture: Path, title: str) -> None:
     from quiverfl.results.graph_picture import draw_graph
 
+    draw_graph(graph, picture, title=title)
+
+
+def _draw(topology: Topology, round: int, picture: Path) -> None:
     told = [f"{option} {value}" for option, value in topology.options.items() if value is not False]
     title = ", ".join([topology.name, f"{topology.clients} clients", *told, f"round {round}"])
-    draw_graph(topology(round - 1), picture, title=title)
+    _draw_to(first_graphs(topology, round)[-1], picture, title)
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -123,28 +203,35 @@ def _described(name: str) -> dict[str, Any]:
     factory = TOPOLOGIES[name]
     options = [option for option in inspect.signature(factory).parameters if option != "clients"]
     example = {option: _EXAMPLE[option] for option in options if option in _EXAMPLE}
-    graph = factory(8, **example)(0)
+    topology = factory(8, **example)
+    graph = topology(0)
     return {
         "name": name,
         "options": options,
         "matrix": _KINDS[graph.row_stochastic, graph.column_stochastic],
-        "methods": ["every method"] if graph.row_stochastic else _with_mass(),
+        "methods": ["every method"] if graph.row_stochastic else _with_mass(topology),
         "description": (inspect.getdoc(factory) or "").split("\n")[0],
     }
 
 
-def _with_mass() -> list[str]:
+def _with_mass(topology: Topology) -> list[str]:
+    """Methods that carry mass, and those that send nothing where nothing must be told."""
     from quiverfl.methods import METHODS
 
     made = {name: make() for name, make in METHODS.items()}
-    return [name for name, m in made.items() if m.mass is not None or m.topology == "isolated"]
+    silent = topology.looks is None
+    return [
+        name
+        for name, method in made.items()
+        if method.mass is not None or (silent and method.topology == "isolated")
+    ]
 
 
-def _table(report: TopologyReport) -> Table:
+def _table(lines: list[tuple[str, str]]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for figure, value in _lines(report):
+    for figure, value in lines:
         table.add_row(figure, value)
     return table
 

@@ -22,6 +22,8 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.methods.contract import Message, Method
 from quiverfl.task import Task
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.view import Looks, View
 from quiverfl.training import Training
 
 Flags = npt.NDArray[np.bool_]
@@ -61,6 +63,7 @@ class RankShard(Shard):
         settings: RunSettings,
         federation: Federation,
         ranks: Ranks,
+        looks: Looks | None = None,
     ) -> None:
         """`data` is that of this rank's clients alone."""
         here = federation.placement.on(ranks.rank)
@@ -75,8 +78,13 @@ class RankShard(Shard):
             training,
             replace(settings, epochs_per_client=own),
             clients=here.tolist(),
+            looks=looks,
         )
         self._measures = Measures(ranks, federation.placement, Columns(ranks, federation.placement))
+
+    @property
+    def everybody(self) -> int:
+        return len(self._federation.train)
 
     def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
         """Of the groups of all chosen clients, the rows that are here."""
@@ -97,17 +105,27 @@ class RankShard(Shard):
         rows = self._own(clients)
         return Group(rows, self.ids[rows], self._federation.company(clients))
 
-    def train(
-        self, round: int, active: Flags, keep: Flags | None = None, share: float | None = None
-    ) -> None:
+    def train(self, round: int, active: Flags, share: float | None = None) -> None:
         self._chosen = np.flatnonzero(active)
-        kept = None if keep is None else keep[self.ids]
         share = float(active.mean()) if share is None else share
         own = super().train
-        self._ranks.together(lambda: own(round, active[self.ids], kept, share))
+        self._ranks.together(lambda: own(round, active[self.ids], share))
 
-    def remember(self, rows: Integers) -> None:
-        self._remember(self._own(rows))
+    def hear(self, round: int, graph: Graph) -> Record:
+        if self.sight is None:
+            return {}
+        telling = self._gathered(torch.from_numpy(self.sight.telling)).numpy()
+        return self.sight.hear(round, graph, telling)
+
+    def share_view(self) -> None:
+        """After a checkpoint of its own clients every rank learns what the others' know."""
+        if self.sight is not None:
+            rows = self.sight.rows()
+            known = {name: self._gathered(own).numpy() for name, own in rows.items()}
+            self.sight.view = View(self.sight.looks, **known)
+
+    def remember(self, chosen: Flags) -> None:
+        super().remember(chosen[self.ids])
 
     def evaluate(self, round: int, stage: str) -> Metrics:
         known = self.local.metrics if stage == "local" else {}

@@ -24,7 +24,7 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
-from quiverfl.errors import Stopped
+from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -54,6 +54,11 @@ class RankSimulation:
 
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
+        if self.settings.arithmetic == "peers":
+            raise QuiverError(
+                'run.arithmetic = "peers" is computed by one process: leave it out, or leave '
+                "--ranks out."
+            )
         check_fit(
             self.task,
             self.data,
@@ -84,6 +89,7 @@ class RankSimulation:
             if ranks.any(resume is not None):
                 part = checkpoints.share(resume)
                 ranks.together(lambda: part.apply(shard, exchange))
+                shard.share_view()
                 history, start = part.history.copy(), part.round
 
             def after_round(round: int) -> None:
@@ -125,6 +131,7 @@ class RankSimulation:
             self.settings,
             self.federation,
             self.ranks,
+            self.topology.looks,
         )
 
 

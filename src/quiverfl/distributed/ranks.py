@@ -61,14 +61,14 @@ class Ranks:
 
         Of several failures the first rank's counts, of divergences the first client's.
         """
-        found: Any = None
+        found: list[Found] = []
         problem: Exception | None = None
         try:
-            found = work()
+            found.append(work())
         except Exception as error:
             problem = error
         if not self.any(problem is not None):
-            return found  # type: ignore[no-any-return]
+            return found[0]
         told = self.objects(_words(problem))
         failures = [_error(rank, words) for rank, words in enumerate(told) if words is not None]
         diverged = [error for error in failures if isinstance(error, Diverged)]

@@ -50,6 +50,8 @@ class Checkpoint:
             tensors[f"local/{row}/personal"] = point.personal
         for number, buffers in shard.buffers.items():
             tensors.update((f"optimizer/{number}/{name}", b) for name, b in buffers.items())
+        if shard.sight is not None:
+            tensors.update((f"view/{name}", rows) for name, rows in shard.sight.rows().items())
         return cls(round, tensors, shard.local.metrics, history)
 
     def copy(self) -> Checkpoint:
@@ -85,6 +87,8 @@ class Checkpoint:
         for name, leaf in _below(self.tensors, "optimizer/").items():
             number, _, buffer = name.partition("/")
             shard.buffers.setdefault(int(number), {})[buffer] = leaf.to(device, copy=True)
+        if shard.sight is not None:
+            shard.sight.restore(_below(self.tensors, "view/"))
 
     def save(self, folder: Path) -> Path:
         """Write it; the path of its JSON file."""

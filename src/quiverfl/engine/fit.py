@@ -11,6 +11,7 @@ from quiverfl.data.federated import FederatedData
 from quiverfl.engine.model_checks import check_model
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, QuiverWarning, nearest
+from quiverfl.methods import METHODS
 from quiverfl.methods.contract import (
     Interleaved,
     Lookahead,
@@ -60,7 +61,9 @@ def check_fit(
     check_phases(method, method.phases(task), epochs is not None)
     for phase in method.phases(task):
         phase_settings(phase, training)
-    fitting(method, topology(0))
+    first = fitting(method, topology(0))
+    if topology.looks is not None:
+        _can_look(method, topology.name, first)
     check_model(task, data, settings.executor)
     for key in method.unused:
         if not hasattr(training, key):
@@ -69,6 +72,25 @@ def check_fit(
         if getattr(training, key) != getattr(Training(), key):
             text = f"{method.title} has no use for training.{key} = {getattr(training, key)}."
             warnings.warn(text, QuiverWarning, stacklevel=3)
+
+
+def _can_look(method: Method, topology: str, graph: Graph) -> None:
+    """What clients tell goes with their messages, and is known when these have arrived."""
+    if method.topology == "isolated":
+        raise QuiverError(
+            f"{method.title} sends nothing, so nobody is told what {topology} looks at: "
+            'use topology "isolated".'
+        )
+    if method.delay:
+        raise QuiverError(
+            f"{method.title} with delay = {method.delay}: {topology} looks at what the round "
+            "before told, which would still be on its way; set delay to 0, or use random_push."
+        )
+    if graph.hub:
+        raise QuiverError(
+            f"{topology} is a star that looks: clients of a star tell a server only, and nothing "
+            "reaches the others; give a graph without hub."
+        )
 
 
 def declared(method: Any) -> None:
@@ -81,6 +103,14 @@ def declared(method: Any) -> None:
                 f"{type(method).__name__} {what} {name!r}: a method inherits quiverfl.Method, "
                 "which has the defaults, and defines the rest (docs/add-a-method.md)."
             )
+    for known in METHODS.values():
+        for what in ("name", "title"):
+            if type(method) is not known and getattr(method, what) == getattr(known, what):
+                raise QuiverError(
+                    f"{type(method).__name__} has {what} = {getattr(method, what)!r}, which is "
+                    f"one of Quiver's own methods: give it a {what} of its own, so that tables "
+                    "and reports tell the two apart."
+                )
 
 
 def _misspelt(method: Any) -> None:
@@ -138,6 +168,12 @@ def check_phases(method: Method, phases: Sequence[Phase], unequal_epochs: bool) 
         raise QuiverError(
             f"{method.title}: phases returned {phases!r}; it must return a tuple of Train, Once or "
             "Interleaved, such as (train,) with its comma."
+        )
+    if not phases or any(isinstance(p, Interleaved) and not p.phases for p in phases):
+        raise QuiverError(
+            f"{method.title}: {'an Interleaved is empty' if phases else 'phases returned ()'}, so "
+            "its clients would never train. Give at least one phase; for communication alone a "
+            "Train with epochs=0."
         )
     if unequal_epochs and not any(not isinstance(p, Once) and p.sent for p in phases):
         raise QuiverError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from quiverfl.errors import QuiverError
 from quiverfl.task import Point
+from quiverfl.trees import leaves, mapped
 
 LIBRARIES = (str(Path(__file__).parent), str(Path(inspect.getfile(torch)).parent))
 """Where lines are not the author's: the engine and torch."""
@@ -28,6 +31,7 @@ def lift(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*stacked: Any) -> Any:
         try:
+            changes_nothing(function, lifted, stacked)
             return lifted(*stacked)
         except (QuiverError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -35,6 +39,45 @@ def lift(function: Callable[..., Any]) -> Callable[..., Any]:
             raise failed(function, error) from error
 
     return call
+
+
+_TRIED: WeakSet[Any] = WeakSet()
+"""Functions that were seen to leave their arguments as they are."""
+
+
+def changes_nothing(
+    function: Callable[..., Any], lifted: Callable[..., Any], stacked: tuple[Any, ...]
+) -> None:
+    """Refuse a function that changes what it is given: a state, a model or a message of a client.
+
+    Tried once for every function, on a copy of one client's.
+    """
+    known = getattr(function, "__func__", function)
+    if known in _TRIED:
+        return
+    with torch.no_grad():
+        one = mapped(lambda leaf: leaf[:1].detach().clone(), stacked)
+        before = [leaf._version for _, leaf in leaves(one)]
+        lifted(*one)
+        changed = [leaf._version for _, leaf in leaves(one)]
+    for name, then, now in zip(_names(one), before, changed, strict=True):
+        if now != then:
+            raise QuiverError(
+                f"{_name(function)} changes {name} in place. It belongs to the engine, and other "
+                "steps would see the change: return new tensors, a + b in place of a.add_(b)."
+            )
+    with contextlib.suppress(TypeError):  # objects without weak references are tried again
+        _TRIED.add(known)
+
+
+def _names(arguments: Iterable[Any]) -> Iterator[str]:
+    """Every tensor of the arguments, as a sentence calls it; in the order of `leaves`."""
+    for argument in arguments:
+        kind, fields = type(argument).__name__, getattr(argument, "_fields", ())
+        for path, _ in leaves(argument):
+            first = path.partition(".")[0]
+            part = fields[int(first)] if fields else first
+            yield f"{part!r} of the {kind} it is given" if part else "a tensor that it is given"
 
 
 def lift_point(function: Callable[..., Any]) -> Callable[..., Point]:

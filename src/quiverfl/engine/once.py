@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from quiverfl.data.batches import batch_order
 from quiverfl.engine.context import Group, PhaseContext, Place
-from quiverfl.engine.lifting import failed, lift, lift_point, same_kind
+from quiverfl.engine.lifting import changes_nothing, failed, lift, lift_point, same_kind
 from quiverfl.engine.stepper import weights_of
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message, Moment, Once
@@ -61,8 +62,10 @@ class OnceSteps:
             return phase.step(state, moment)
 
         if phase.one_by_one:
+            changes_nothing(phase.step, partial(_one_by_one, step), (state, asked))
             return same_kind(phase.step, _one_by_one(step, state, asked), state)
         try:
+            changes_nothing(phase.step, torch.vmap(step), (state, asked))
             return same_kind(phase.step, torch.vmap(step)(state, asked), state)
         except QuiverError:
             raise

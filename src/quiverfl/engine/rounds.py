@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from quiverfl.engine.accounting import Clock, traffic
 from quiverfl.engine.exchange import Exchange
 from quiverfl.engine.fit import fitting
@@ -31,16 +29,17 @@ def play(
     """Rounds `start` to the last. `after_round(t)` is called when round t is complete."""
     if start >= settings.rounds:
         return
-    graph = fitting(shard.method, topology(start))
+    graph = fitting(shard.method, topology(start, shard.view))
     if start == 0:
-        shard.remember(np.flatnonzero(~graph.active))
+        shard.remember(~graph.active)
     for t in range(start, settings.rounds):
-        last = t == settings.rounds - 1
-        following = graph if last else fitting(shard.method, topology(t + 1))
-        # A client that will not train next has its trained model kept: it stays its local one.
-        keep = graph.active & (settings.keep_local if last else ~following.active)
         clock = Clock()
-        shard.train(t, graph.active, keep)
+        shard.train(t, graph.active)
+        told = shard.hear(t, graph)
+        last = t == settings.rounds - 1
+        following = graph if last else fitting(shard.method, topology(t + 1, shard.view))
+        # A client that will not train next has its trained model kept: it stays its local one.
+        shard.remember(graph.active & (settings.keep_local if last else ~following.active))
         clock.lap("train_seconds")
         if settings.evaluates(t):
             recorder.evaluated(t, "local", shard.evaluate(t, "local"))
@@ -51,7 +50,7 @@ def play(
             recorder.evaluated(t, "mixed", shard.evaluate(t, "mixed"))
         state = shard.record(t)
         clock.lap("evaluate_seconds")
-        recorder.finished({"round": t, **clock.record(), **cost, **state})
+        recorder.finished({"round": t, **clock.record(), **cost, **state, **told})
         after_round(t)
         graph = following
 

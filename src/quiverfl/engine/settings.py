@@ -12,6 +12,7 @@ from quiverfl.engine.history import evaluates
 from quiverfl.errors import QuiverError, nearest
 
 ExecutorName = Literal["auto", "vectorized", "sequential"]
+Arithmetic = Literal["matrix", "peers"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class RunSettings:
     `epochs_per_client` replaces the epochs of the phase that trains what is sent. `keep_local`
     keeps, at the end, every client's model from before the last communication: one more copy of
     all models. `gradients` measures, in every evaluated round, the gradients that DFedPGP's
-    theorem bounds (engine/gradients.py).
+    theorem bounds (engine/gradients.py). `arithmetic="peers"` rounds as real peers do, one client
+    at a time: a share before it is sent, sums in client order, mass in whole units.
     """
 
     rounds: int
@@ -30,6 +32,7 @@ class RunSettings:
     device: torch.device | str = "cpu"
     threads: int | None = None
     executor: ExecutorName = "auto"
+    arithmetic: Arithmetic = "matrix"
     common_init: bool = True
     epochs_per_client: tuple[int, ...] | None = None
     evaluate_every: int = 1
@@ -47,6 +50,11 @@ class RunSettings:
         if self.executor not in get_args(ExecutorName):
             known = nearest(str(self.executor), get_args(ExecutorName))
             raise QuiverError(f"executor = {self.executor!r}: {known}")
+        if self.arithmetic not in get_args(Arithmetic):
+            known = nearest(str(self.arithmetic), get_args(Arithmetic))
+            raise QuiverError(f"arithmetic = {self.arithmetic!r}: {known}")
+        if self.arithmetic == "peers":
+            self._one_by_one()
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise QuiverError(
                 f"dtype = {self.dtype!r}: give a floating-point type, such as torch.float32."
@@ -54,6 +62,15 @@ class RunSettings:
         if self.epochs_per_client is not None:
             object.__setattr__(self, "epochs_per_client", _epochs(self.epochs_per_client))
         _check_device(self.device)
+
+    def _one_by_one(self) -> None:
+        """A peer computes one client; several in one product would round otherwise."""
+        if self.executor == "vectorized":
+            raise QuiverError(
+                'executor = "vectorized" computes several clients in one product, which rounds '
+                'otherwise than a peer does: with arithmetic = "peers" use "sequential" or "auto".'
+            )
+        object.__setattr__(self, "executor", "sequential")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunSettings:

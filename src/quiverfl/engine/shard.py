@@ -24,6 +24,7 @@ from quiverfl.engine.local_models import LocalModels
 from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.optimizer import Buffers
 from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.sight import Sight
 from quiverfl.engine.start import initial_states
 from quiverfl.engine.trainer import Trainer
 from quiverfl.engine.trials import Trial, executor_for
@@ -32,6 +33,8 @@ from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.contract import Message, Method, Once, Phase
 from quiverfl.methods.optional import adaptation, payload
 from quiverfl.task import Point, Task
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.view import Looks, View
 from quiverfl.training import Training
 
 Flags = npt.NDArray[np.bool_]
@@ -50,10 +53,12 @@ class Shard:
         training: Training,
         settings: RunSettings,
         clients: Sequence[int] | None = None,
+        looks: Looks | None = None,
     ) -> None:
-        """`clients` and `settings.epochs_per_client` have one entry per client of `data`."""
+        """`clients` and `settings.epochs_per_client` have one entry per client of `data`; `looks`
+        is what the topology wants to be told."""
         self.ids: Integers = np.arange(data.clients) if clients is None else np.asarray(clients)
-        self.method = method
+        self.method, self._payload = method, partial(payload, method)
         self._task, self._settings = task, settings
         where = torch.device(settings.device)
         examples = Examples(data.train, data, settings.dtype, where)
@@ -86,6 +91,14 @@ class Shard:
         self.steps: Integers = np.zeros(len(self.ids), dtype=np.int64)
         """Local steps of the last round."""
         self._merged = False
+        self.sight = (
+            None if looks is None else Sight(looks, self.context, method, self.ids, self.everybody)
+        )
+
+    @property
+    def everybody(self) -> int:
+        """How many clients the federation has."""
+        return len(self.ids)
 
     @property
     def together(self) -> int:
@@ -111,10 +124,8 @@ class Shard:
             if not isinstance(index, slice) or value.data_ptr() != leaf[index].data_ptr():
                 leaf[index] = value
 
-    def train(
-        self, round: int, active: Flags, keep: Flags | None = None, share: float | None = None
-    ) -> None:
-        """Train the active rows; remember the trained model of those in `keep`.
+    def train(self, round: int, active: Flags, share: float | None = None) -> None:
+        """Train the active rows.
 
         `share` of all clients train in this round: of the rows here, unless it is given.
         """
@@ -123,13 +134,14 @@ class Shard:
 
         def work(group: Group) -> None:
             state = self.rows(group.rows)
+            begun = None if self.sight is None else self.sight.begin(state, group)
             for number, phase in enumerate(self._phases):
                 state = self._phase(phase, state, group, Place(round, number, share))
             self._check_finite(state, group, round, "the trained state")
+            if begun is not None:
+                begun(state)
             self.write(group.rows, state)
             self.local.forget(group.rows)
-            if keep is not None:
-                self._remember(group.rows[keep[group.rows]])
 
         self._side_by_side(work, self.groups(np.flatnonzero(active)))
         if active.any():
@@ -167,11 +179,18 @@ class Shard:
                 whole[name] = leaf.new_zeros(len(self.ids), *leaf.shape[1:])
             whole[name][torch.from_numpy(rows)] = leaf
 
-    def remember(self, rows: Integers) -> None:
-        """Keep what these rows would use now as their last locally trained model."""
-        self._remember(rows)
+    def hear(self, round: int, graph: Graph) -> Record:
+        """What the round's messages tell is known from now on; the record has who told whom."""
+        return {} if self.sight is None else self.sight.hear(round, graph, self.sight.telling)
 
-    def _remember(self, rows: Integers) -> None:
+    @property
+    def view(self) -> View | None:
+        """What clients know of each other, if the topology looks."""
+        return None if self.sight is None else self.sight.view
+
+    def remember(self, chosen: Flags) -> None:
+        """Keep what these clients would use now as their last locally trained model."""
+        rows = np.flatnonzero(chosen)
         width = self._executor.chunk
         for begin in range(0, len(rows), width):
             some = rows[begin : begin + width]
@@ -241,8 +260,9 @@ class Shard:
         """Bytes of each row's message; 0 for rows that are not in the outbox."""
         sizes = np.zeros(len(self.ids), dtype=np.int64)
         if outbox:
-            found = lift(partial(payload, self.method))(outbox)
-            sizes[slice(None) if rows is None else rows] = found.cpu().numpy()
+            found = lift(self._payload)(outbox)
+            beside = 0 if self.sight is None else self.sight.looks.bytes
+            sizes[slice(None) if rows is None else rows] = found.cpu().numpy() + beside
         return sizes
 
     def deliver(self, mixed: Message) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
 from quiverfl.engine.programs import is_convolutional
@@ -19,7 +18,9 @@ from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.engine.simulation_run import Run
+from quiverfl.engine.splitting import splitting
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
@@ -44,6 +45,19 @@ class Simulation:
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
+        if self.settings.arithmetic == "peers":
+            splitting(self.method, self.topology, self.settings.rounds)
+
+    def shard(self) -> Shard:
+        """All clients, at the start."""
+        return Shard(
+            self.task,
+            self.data,
+            self.method,
+            self.training,
+            self.settings,
+            looks=self.topology.looks,
+        )
 
     def run(
         self,
@@ -58,8 +72,9 @@ class Simulation:
         settings = self.settings
         data = self.data
         with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
-            shard = Shard(self.task, self.data, self.method, self.training, settings)
-            exchange, history, start = MatrixExchange(self.method.delay), History(), 0
+            shard = self.shard()
+            exchange = exchange_for(self.method, self.topology, settings)
+            history, start = History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)
                 history, start = resume.history.copy(), resume.round

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError
 from quiverfl.memory import in_large_pages
 from quiverfl.methods.contract import Method, Start
-from quiverfl.methods.state import roles
+from quiverfl.methods.state import replicated, roles
 from quiverfl.seeds import stream
 from quiverfl.task import Point, Task
 from quiverfl.trees import Tree, first_leaf, mapped
@@ -37,14 +38,51 @@ def initial_states(
         )
         random = stream(settings.seed, "start", int(client))
         samples = int(context.examples.sizes[row])
-        state = method.init(task, Start(point, common, samples, random, features, outputs))
+        start = Start(point, common, samples, random, features, outputs)
+        state = _init(method, task, start)
         if kind is None:
             kind = type(state)
             check_state(method, task, state)
             stacked = [in_large_pages(leaf.new_empty((len(ids), *leaf.shape))) for leaf in state]
+        if not settings.common_init and replicated(kind):
+            random = stream(settings.seed, "start", int(client))
+            agreed_start = replace(start, point=common, random=random)
+            _check_copies(method, state, _init(method, task, agreed_start))
         for leaf, value in zip(stacked, state, strict=True):
             leaf[row] = value
+    for name in replicated(kind) if kind is not None else ():
+        copies = stacked[kind._fields.index(name)]
+        if not torch.equal(copies, copies[:1].expand_as(copies)):
+            raise _copies_differ(method, name)
     return kind(*stacked)
+
+
+def _init(method: Method, task: Task, start: Start) -> Any:
+    """The method's `init`, which must leave its arguments as they are: other clients share them."""
+    given = (*start.point, *start.common)
+    before = [part._version for part in given]
+    state = method.init(task, start)
+    if [part._version for part in given] != before:
+        raise QuiverError(
+            f"{method.title}: init changes start.point or start.common in place, which other "
+            "clients start from too. Return new tensors: a + b in place of a.add_(b)."
+        )
+    return state
+
+
+def _check_copies(method: Method, own: Any, from_common: Any) -> None:
+    for name in replicated(type(own)):
+        if not torch.equal(getattr(own, name), getattr(from_common, name)):
+            raise _copies_differ(method, name)
+
+
+def _copies_differ(method: Method, name: str) -> QuiverError:
+    return QuiverError(
+        f"{method.title}: the state's field {name!r} is declared Replicated, but init gives it "
+        "different values at different clients: start it from start.common, which is the same for "
+        "all of them also where run.common_init = false, and not from start.point, start.samples "
+        "or start.random."
+    )
 
 
 def check_state(method: Method, task: Task, state: Any) -> None:

@@ -25,7 +25,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Loss, Message, Method, Moment, Once, Phase, Start
 from quiverfl.methods.options import Count, NotNegative
 from quiverfl.methods.parts import model, train_whole
-from quiverfl.methods.state import Personal, Shared
+from quiverfl.methods.state import Personal, Replicated, Shared
 from quiverfl.task import Point, Seen, Task
 
 
@@ -34,8 +34,8 @@ class ProtoState(NamedTuple):
     v: Personal
     sums: Tensor  # per class, of what the head is given: [classes, features]
     counts: Tensor  # samples of every class: [classes]
-    prototypes: Tensor  # of all clients, as received: [classes, features]
-    known: Tensor  # 1 for the classes that have one: [classes]
+    prototypes: Replicated[Tensor]  # of all clients, as received: [classes, features]
+    known: Replicated[Tensor]  # 1 for the classes that have one: [classes]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch
 from quiverfl.methods.contract import Message, Method, Start, Train, Trained
 from quiverfl.methods.options import Count
 from quiverfl.methods.parts import model
-from quiverfl.methods.state import Personal, Shared
+from quiverfl.methods.state import Personal, Replicated, Shared
 from quiverfl.task import Point, Task
 
 
@@ -35,8 +35,8 @@ class ScaffoldState(NamedTuple):
     v: Personal
     control_u: Shared  # c_i, of this client
     control_v: Personal
-    server_u: Shared  # c, as this client has it from the server
-    server_v: Personal
+    server_u: Replicated[Shared]  # c, as this client has it from the server
+    server_v: Replicated[Personal]
     change_u: Shared  # what this client adds to c in this round
     change_v: Personal
 

@@ -5,13 +5,14 @@
         v: Personal     # a vector like the personal ones
         mu: Scalar      # one number
 
-A field declared as a plain Tensor may have any shape, such as one prototype for every class.
+A field declared as a plain Tensor may have any shape, such as one prototype for every class. State
+of a server, of which every client has the same copy, is declared as such: `Replicated[Shared]`.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ Role: TypeAlias = Literal["shared", "personal", "scalar", "any"]
 Shared: TypeAlias = Annotated[Tensor, "shared"]
 Personal: TypeAlias = Annotated[Tensor, "personal"]
 Scalar: TypeAlias = Annotated[Tensor, "scalar"]
+Kind = TypeVar("Kind")
+Replicated: TypeAlias = Annotated[Kind, "replicated"]
 
 
 State: TypeAlias = tuple[Tensor, ...]
@@ -37,6 +40,17 @@ def roles(kind: type) -> dict[str, Role]:
 def _roles(kind: Any) -> dict[str, Role]:
     hints = annotations_of(kind)
     return {name: _role(hints[name]) for name in getattr(kind, "_fields", ())}
+
+
+def replicated(kind: type) -> tuple[str, ...]:
+    """The fields that must be equal at all clients from the start."""
+    return _replicated(kind)
+
+
+@cache
+def _replicated(kind: Any) -> tuple[str, ...]:
+    marked = annotations_of(kind).items()
+    return tuple(name for name, hint in marked if "replicated" in getattr(hint, "__metadata__", ()))
 
 
 def fields_of(state: State, role: Role) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ MODELS: dict[str, ModelFactory] = {
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     """A fresh model by its name in MODELS, or your own by `module:function`."""
-    factory = check_model(name, options)
+    factory = checked_factory(name, options)
     try:
         model = factory(input_shape, classes, **options)
     except Exception as error:
@@ -47,7 +47,7 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
     return model
 
 
-def check_model(name: str, options: Iterable[str]) -> ModelFactory:
+def checked_factory(name: str, options: Iterable[str]) -> ModelFactory:
     """The function behind a model's name; options that it does not take are refused."""
     factory = model_factory(name)
     check_options(f"model {name!r}", factory, options, given=("input_shape", "classes"))

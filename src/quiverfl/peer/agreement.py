@@ -7,7 +7,10 @@ from typing import Literal
 
 from quiverfl.peer.ledger import UNIT, Accounts
 from quiverfl.peer.manifest import Manifest, canonical_hash
-from quiverfl.peer.wire import PROTOCOL, Hello, other_protocol
+from quiverfl.peer.wire import OLDEST, PROTOCOL, Hello, other_protocol
+
+BOOKS = 2
+"""The version of what is written and signed in the books."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,17 @@ class Agreement:
     name: str
     configuration: str
     manifest: Manifest
+    newest: int = PROTOCOL  # that this peer speaks
 
     @property
     def hash(self) -> str:
-        return canonical_hash([PROTOCOL, self.run, self.configuration, self.manifest.hash])
+        """What books and signatures are about: it outlives newer versions of the protocol."""
+        return canonical_hash([BOOKS, self.run, self.configuration, self.manifest.hash])
 
     def difference(self, hello: Hello) -> str:
         """Why we cannot talk, or nothing."""
-        if hello.protocol != PROTOCOL:
-            return other_protocol(hello.protocol)
+        if not OLDEST <= hello.protocol <= self.newest:
+            return other_protocol(hello.protocol, self.newest)
         pairs = [
             ("run", self.run, hello.run),
             ("configuration", self.configuration, hello.configuration),

@@ -42,6 +42,11 @@ class Entry:
     trained: float  # by how much training moved the sum before this commit
     scale: float  # sum of magnitudes after it
 
+    @property
+    def finite(self) -> bool:
+        figures = (self.total, self.total_in, self.total_out, self.trained, self.scale)
+        return all(map(math.isfinite, figures))
+
     def rounding(self, before: float) -> float:
         """What float32 arithmetic added or dropped in this commit."""
         expected = math.fsum([before, self.trained, self.total_in, -self.total_out])
@@ -204,17 +209,18 @@ def _own_records(statement: Statement, report: Report) -> None:
             report.blame(
                 statement.name, f"{statement.name}: entry {number} does not add up in mass."
             )
+        if not entry.finite:
+            report.blame(
+                statement.name,
+                f"{statement.name}: entry {number} is not finite: its training diverged, or it "
+                "sent what is no number.",
+            )
+            break
         if number and abs(entry.rounding(total)) > ROUNDING * max(entry.scale, 1e-30):
             report.blame(statement.name, f"{statement.name}: entry {number} does not add up in u.")
         units, total = entry.units, entry.total
-    if units != statement.units:
-        report.blame(
-            statement.name, f"{statement.name}: its account does not match its last entry."
-        )
-    if total != statement.total:
-        report.blame(
-            statement.name, f"{statement.name}: its stored state is not the one it last committed."
-        )
+    else:
+        _last_entry(statement, units, total, report)
     moved_in = sum(r.transfer.units for r in statement.received if not r.refusal)
     moved_out = sum(s.transfer.units for s in statement.sent if s.status != "refunded")
     started = sum(e.units_in for e in statement.entries if e.kind in OPENING)
@@ -232,6 +238,17 @@ def _own_records(statement: Statement, report: Report) -> None:
     report.units += statement.units
     report.written_off += statement.written_off
     report.expected += UNIT - statement.written_off  # whatever its own first entry says
+
+
+def _last_entry(statement: Statement, units: int, total: float, report: Report) -> None:
+    if units != statement.units:
+        report.blame(
+            statement.name, f"{statement.name}: its account does not match its last entry."
+        )
+    if total != statement.total:
+        report.blame(
+            statement.name, f"{statement.name}: its stored state is not the one it last committed."
+        )
 
 
 def _proofs(statement: Statement, report: Report, genuine: Genuine) -> None:
@@ -276,7 +293,7 @@ def _links(
         for sender in inside:
             if sender != name:
                 _link(inside[sender], statement, report, live, sums, genuine)
-    scale = math.fsum(e.scale for b in inside.values() for e in b.entries[-1:])
+    scale = math.fsum(e.scale for b in inside.values() for e in b.entries[-1:] if e.finite)
     report.drift = abs(math.fsum(sums)) / max(scale, 1e-30)
     if report.drift > DRIFT:
         report.problems.append(f"u changed on the way: drift {report.drift:.1e} > {DRIFT:.0e}.")
@@ -321,7 +338,8 @@ def _link(
         if not _same(sent[seq].transfer, received.transfer):
             culprit = signer("share", received.transfer, sender.name, receiver.name)
             report.blame(culprit, f"{name} number {seq} is not what was sent.")
-        if not received.refusal:
+        numbers = (received.transfer.total, sent[seq].transfer.total)
+        if not received.refusal and all(map(math.isfinite, numbers)):
             sums += [received.transfer.total, -sent[seq].transfer.total]
     for seq, line in sent.items():
         applied = seq in got and not got[seq].refusal

@@ -8,11 +8,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from quiverfl import durable
 from quiverfl.errors import QuiverError
 
 log = logging.getLogger("quiverfl.peer")
+Found = TypeVar("Found")
 
 SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.ENOMEM}
 SHORTAGE_SECONDS = 30.0
@@ -37,19 +39,27 @@ def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 def read_checked(path: Path, digest: str) -> bytes:
     """The file's content, if it is still what was committed."""
-    try:
-        content = path.read_bytes()
-    except OSError as problem:
-        raise StoreError(
-            f"cannot read {path}: {problem.strerror}. It belongs to the last commit; if the file "
-            "is lost, evict this peer on the others and let it join again."
-        ) from problem
+    content = _asked(path, path.read_bytes)
     if hashlib.sha256(content).hexdigest() != digest:
         raise StoreError(
             f"{path} is not what was committed: its checksum differs. The disk or somebody changed "
             "it; evict this peer on the others and let it join again."
         )
     return content
+
+
+def file_size(path: Path) -> int:
+    return _asked(path, lambda: path.stat().st_size)
+
+
+def _asked(path: Path, question: Callable[[], Found]) -> Found:
+    try:
+        return question()
+    except OSError as problem:
+        raise StoreError(
+            f"cannot read {path}: {problem.strerror}. It belongs to the last commit; if the file "
+            "is lost, evict this peer on the others and let it join again."
+        ) from problem
 
 
 def cannot_write(folder: Path, problem: Exception) -> StoreError:

@@ -88,6 +88,11 @@ class Identity:
                 "authority."
             )
 
+    def seconds_left(self, now: datetime.datetime | None = None) -> float:
+        """Until the certificate expires."""
+        now = now or datetime.datetime.now(datetime.UTC)
+        return (parse(self.certificate).not_valid_after_utc - now).total_seconds()
+
     def check(self, name: str, now: datetime.datetime | None = None) -> None:
         """Refuse to start with a certificate that the others would refuse anyway."""
         certificate = parse(self.certificate)

@@ -52,7 +52,7 @@ async def join_store(
     papers, incarnation = Identity.read(keys), secrets.token_hex(8)
     problems = []
     for member in roster.members:
-        if member.name == agreement.name:
+        if member.name == agreement.name or member.dials_out:
             continue
         try:
             async with asyncio.timeout(PULL_SECONDS):
@@ -90,7 +90,7 @@ async def _pull(
         assembly = Assembly(manifest.nbytes, header.digest)
         while not assembly.complete:
             assembly.add(await _frame(call))
-        message = manifest.unpack(assembly.payload())
+        message = manifest.unpack_whole(assembly.payload())
         if not finite(message):
             raise WireError("not finite", "its model is not finite.")
         return header.round, {leaf: values.copy() for leaf, values in message.items()}

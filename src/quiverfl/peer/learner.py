@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.shares import biased, column, debiased, row
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
+from quiverfl.methods.optional import Weighs
 from quiverfl.methods.state import roles
 from quiverfl.peer.manifest import Array, Leaves, Manifest
-from quiverfl.task import Task
+from quiverfl.task import Point, Task
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology
+
+LOCAL, OPTIMIZER = "local/", "optimizer/"
+"""In the rest beside the state's fields: the last trained model, and what optimizers keep."""
 
 
 class Learner(Protocol):
@@ -23,35 +29,46 @@ class Learner(Protocol):
 
     @property
     def manifest(self) -> Manifest: ...
-    def train(self, round: int, active: bool, share: float) -> None:
-        """`share` of all peers train in this round."""
+    def train(self, round: int, active: bool, share: float, keep: bool) -> None:
+        """`share` of all peers train in this round; with `keep` not this one in the next."""
 
     def message(self) -> Leaves:
-        """What is pushed, without the mass; a copy."""
+        """What is pushed, as push-sum carries it (times μ), without the mass; a copy."""
 
     def rest(self) -> Leaves:
-        """Everything else that must survive a restart; a copy."""
+        """Everything else that must survive a restart, as it is before the merge; a copy."""
 
-    def merge(self, message: Mapping[str, Array], mass: float) -> None: ...
+    def merge(self, message: Mapping[str, Array], mass: float) -> None:
+        """The sum of what arrived, and its mass; after `restore` of the rest it belongs to."""
+
     def restore(self, rest: Mapping[str, Array]) -> None: ...
+    def amend(self, lr: float | None, rounds: int) -> None:
+        """The run was changed: it has so many rounds, and this learning rate if one is given."""
+
     def evaluate(self, round: int, stage: str) -> dict[str, float]: ...
+    def record(self) -> dict[str, int]:
+        """What the last training took, such as steps."""
+
     def model(self) -> Leaves:
         """The personal model, by parameter name."""
 
 
 class ShardLearner:
-    """A shard of one client behind the Learner's face: the same method objects as in simulation."""
+    """A shard of one client behind the Learner's face: the same method objects as in simulation.
+
+    Nothing is asked of a method but what it declares. One with a mass has it counted by the peers'
+    books. One without is given one: its message travels times μ, and the sum that arrives is
+    divided by the μ that arrived with it. A field that `message` gives away as it stands is not
+    kept, since `merge` replaces it; everything else in the state is.
+    """
 
     def __init__(self, shard: Shard, task: Task, method: Method) -> None:
-        self._shard, self._task, self._mass = shard, task, method.mass
+        self._shard, self._task = shard, task
         outbox = shard.outbox()
-        if outbox and method.mass not in outbox:
-            raise QuiverError(
-                f"method {method.name!r} carries no push-sum mass, which is what peers account "
-                "for: use dfedpgp, osgp or local."
-            )
-        self._carries = bool(outbox)
-        self.manifest = Manifest.of(self.message(), self._parameters())
+        self._mass = method.mass if method.mass in outbox else None
+        self._mu = 1.0
+        sparse = isinstance(method, Weighs)
+        self.manifest = Manifest.of(self.message(), self._parameters(), sparse)
 
     def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
         """The names and shapes inside the leaves, so that peers with other models do not talk."""
@@ -67,27 +84,48 @@ class ShardLearner:
                 found += [(f"{name}.{part}", shape) for part, shape in parts]
         return found
 
-    def train(self, round: int, active: bool, share: float) -> None:
-        self._shard.train(round, np.array([active]), share=share)
+    def train(self, round: int, active: bool, share: float, keep: bool) -> None:
+        if round == 0:  # its first model stays its local one if it does not train
+            self._shard.remember(np.array([not active]))
+        self._shard.train(round, np.array([active]), share)
+        self._shard.remember(np.array([keep]))
 
     def message(self) -> Leaves:
         outbox = self._shard.outbox()
-        return {name: _copied(leaf[0]) for name, leaf in outbox.items() if name != self._mass}
+        message = {name: _copied(leaf[0]) for name, leaf in outbox.items() if name != self._mass}
+        return message if self._mass is not None else biased(message, self._mu)
 
     def rest(self) -> Leaves:
-        sent = {*self.message(), self._mass} if self._carries else set()
-        fields = self._shard.state._asdict()
-        return {name: _copied(leaf[0]) for name, leaf in fields.items() if name not in sent}
+        given_away = {leaf.data_ptr() for leaf in self._shard.outbox().values()}
+        rest = {
+            name: _copied(leaf[0])
+            for name, leaf in self._shard.state._asdict().items()
+            if leaf.data_ptr() not in given_away
+        }
+        if 0 in self._shard.local.points:
+            kept = self._shard.local.points[0]
+            rest |= {f"{LOCAL}{name}": _copied(part) for name, part in kept._asdict().items()}
+        for number, buffers in self._shard.buffers.items():
+            names = {f"{OPTIMIZER}{number}/{name}": leaf[0] for name, leaf in buffers.items()}
+            rest |= {name: _copied(leaf) for name, leaf in names.items()}
+        return rest
 
     def merge(self, message: Mapping[str, Array], mass: float) -> None:
-        mixed = {name: torch.from_numpy(np.array(leaf))[None] for name, leaf in message.items()}
-        if self._carries:
-            assert self._mass is not None
-            mixed[self._mass] = torch.tensor([mass], dtype=torch.float64)
+        self._mu = mass
+        if self._mass is None:
+            message = debiased(message, mass)
+        mixed = {name: self._tensor(leaf)[None] for name, leaf in message.items()}
+        if self._mass is not None:
+            mixed[self._mass] = self._tensor(np.array([mass], dtype=np.float64))
         self._shard.deliver(mixed)
 
+    def _tensor(self, leaf: Array) -> torch.Tensor:
+        """A copy, where the shard computes."""
+        return torch.from_numpy(np.array(leaf)).to(self._shard.context.device)
+
     def restore(self, rest: Mapping[str, Array]) -> None:
-        fields = {name: torch.from_numpy(np.array(leaf))[None] for name, leaf in rest.items()}
+        tensors = {name: self._tensor(leaf) for name, leaf in rest.items()}
+        fields = {name: leaf[None] for name, leaf in tensors.items() if "/" not in name}
         for name, leaf in fields.items():
             here = getattr(self._shard.state, name, None)
             if here is None or here.shape != leaf.shape:
@@ -97,10 +135,26 @@ class ShardLearner:
                     "start a new folder."
                 )
         self._shard.state = self._shard.state._replace(**fields)
+        kept = [tensors[f"{LOCAL}{n}"] for n in Point._fields if f"{LOCAL}{n}" in tensors]
+        self._shard.local.points = {0: Point(*kept)} if kept else {}
+        self._shard.buffers = {}
+        for name, leaf in tensors.items():
+            if name.startswith(OPTIMIZER):
+                number, _, buffer = name.removeprefix(OPTIMIZER).partition("/")
+                self._shard.buffers.setdefault(int(number), {})[buffer] = leaf[None]
+
+    def amend(self, lr: float | None, rounds: int) -> None:
+        context = self._shard.context
+        context.rounds = rounds
+        if lr is not None:
+            context.training = replace(context.training, lr=lr)
 
     def evaluate(self, round: int, stage: str) -> dict[str, float]:
         metrics = self._shard.evaluate(round, stage)
         return {name: float(values[0]) for name, values in metrics.items()}
+
+    def record(self) -> dict[str, int]:
+        return {"steps": int(self._shard.steps[0])}
 
     def model(self) -> Leaves:
         point = self._shard.model(0, "mixed")
@@ -112,19 +166,14 @@ def _copied(leaf: torch.Tensor) -> Array:
     return copy
 
 
-def column(graph: Graph, names: list[str], me: int) -> dict[str, float]:
+def receivers(graph: Graph, names: list[str], me: int) -> dict[str, float]:
     """Whom this peer pushes to and with which weight, itself included."""
-    if not graph.column_stochastic:
-        raise QuiverError(
-            "peers need a topology whose columns sum to 1 (each splits its own mass): random_push, "
-            "random_regular, ring, exponential or another push topology."
-        )
-    links = graph.sparse.tocoo()
-    mine = (links.col == me) & (links.data > 0)
-    return {
-        names[int(row)]: float(weight)
-        for row, weight in zip(links.row[mine], links.data[mine], strict=True)
-    }
+    return {names[number]: weight for number, weight in column(graph, me).items()}
+
+
+def expected_senders(graph: Graph, names: list[str], me: int) -> dict[str, float]:
+    """Who pushes to this peer in a round, and which weight that has."""
+    return {names[number]: weight for number, weight in row(graph, me).items() if number != me}
 
 
 def mutual_neighbours(topology: Topology, names: list[str], me: int) -> set[str]:
@@ -133,13 +182,6 @@ def mutual_neighbours(topology: Topology, names: list[str], me: int) -> set[str]
     gets: set[str] = set()
     for round in range(min(256, max(64, 8 * len(names)))):
         graph = topology(round)
-        gives |= expected_senders(graph, names, me)
-        gets |= set(column(graph, names, me))
+        gives |= set(expected_senders(graph, names, me))
+        gets |= set(receivers(graph, names, me))
     return gives & gets
-
-
-def expected_senders(graph: Graph, names: list[str], me: int) -> set[str]:
-    """Who pushes to this peer in a round."""
-    links = graph.sparse.tocoo()
-    here = (links.row == me) & (links.col != me) & (links.data > 0)
-    return {names[int(sender)] for sender in links.col[here]}

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from fractions import Fraction
 
+from quiverfl.engine.shares import UNIT as UNIT
+from quiverfl.engine.shares import as_parts as as_parts
+from quiverfl.engine.shares import portions as portions
 from quiverfl.errors import QuiverError
 
-UNIT = 2**48
-"""μ = 1."""
 PUSH_FLOOR = UNIT // 16
 """Below this a peer pushes only if something has arrived since its last push."""
 PAST = "~"
@@ -104,26 +104,6 @@ class Verdict(Enum):
     GAP = "gap"  # a transfer in between was never seen: a restored backup, or a forgery
     STALE = "stale"  # a number already used for something else: the sender's backup was restored
     GONE = "gone"  # the sender was evicted, or runs on a store this peer has not met
-
-
-def portions(units: int, parts: Mapping[str, int], home: int) -> dict[str, int]:
-    """Integer shares of the mass; what does not divide stays home.
-
-    With equal parts, k receivers and oneself, this is units // (k + 1). With home = 0, which is how
-    a peer leaves, nothing stays: the first receiver takes the remainder as well.
-    """
-    total = sum(parts.values()) + home
-    shares = {receiver: units * part // total for receiver, part in parts.items()}
-    if home == 0:
-        shares[next(iter(parts))] += units - sum(shares.values())
-    return shares
-
-
-def as_parts(weights: Mapping[str, float]) -> dict[str, int]:
-    """Mixing weights as whole numbers: 1 each where they are equal, else multiples of 2^-48."""
-    if len(set(weights.values())) <= 1:
-        return dict.fromkeys(weights, 1)
-    return {name: int(Fraction(weight) * UNIT) for name, weight in weights.items()}
 
 
 def push(accounts: Accounts, round: int, shares: Mapping[str, Share]) -> Accounts:

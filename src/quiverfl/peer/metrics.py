@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,16 +48,39 @@ COUNTERS = {
 
 GAUGES = {
     "round": "the round this peer is in",
+    "rounds_planned": "rounds there are in all",
     "mass": "push-sum weight of this peer",
     "outbox": "shares not acknowledged yet",
-    "outbox_age_seconds": "age of the oldest of them",
+    "outbox_age_seconds": "for how long the oldest of them has been tried",
     "staged": "shares waiting for the next commit",
     "commit_seconds": "duration of the last commit",
+    "absent": "neighbours that let a deadline pass and are not in step yet",
+    "overdrawn": "neighbours that must give mass back before they get more",
+    "certificate_seconds": "time until the certificate expires",
+    "store_bytes": "size of the store on disk",
+}
+
+LABELLED = {
+    "peer_info": ("who this is", ("name", "run")),
+    "state": ("what the peer is doing", ("state",)),
+    "score": ("of the last evaluation", ("metric",)),
+    "link_given": ("mass pushed to a neighbour in all", ("neighbour",)),
+    "link_taken": ("mass taken from a neighbour in all", ("neighbour",)),
+    "link_waiting_seconds": ("for how long a share to it has been tried", ("neighbour",)),
 }
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The value of a gauge; `labels` in the order of LABELLED."""
+
+    name: str
+    value: float
+    labels: tuple[str, ...] = ()
+
+
 def serve_metrics(
-    address: str, metrics: PeerMetrics, gauges: Callable[[], dict[str, float]]
+    address: str, metrics: PeerMetrics, samples: Callable[[], Iterable[Sample]]
 ) -> Any:
     """A Prometheus endpoint; loopback only, since it has no authentication."""
     from prometheus_client import CollectorRegistry, start_http_server
@@ -77,9 +101,16 @@ def serve_metrics(
             for reason, count in sorted(metrics.refusals.items()):
                 refusals.add_metric([reason], count)
             yield refusals
-            values = gauges()
+            found = list(samples())
             for name, text in GAUGES.items():
-                yield GaugeMetricFamily(f"quiver_{name}", text, value=values.get(name, 0.0))
+                values = [sample.value for sample in found if sample.name == name]
+                yield GaugeMetricFamily(f"quiver_{name}", text, value=sum(values))
+            for name, (text, labels) in LABELLED.items():
+                family = GaugeMetricFamily(f"quiver_{name}", text, labels=labels)
+                for sample in found:
+                    if sample.name == name:
+                        family.add_metric(sample.labels, sample.value)
+                yield family
 
     registry = CollectorRegistry()
     registry.register(Collector())
@@ -100,15 +131,57 @@ class JsonLines(logging.Formatter):
         return json.dumps({**line, "event": record.getMessage(), **fields}, default=str)
 
 
+def log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("quiverfl.peer")
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get("QUIVER_LOG", "INFO"))
+
+
+@dataclass
+class _Allowance:
+    """Of one kind of event: how many lines it may still write, and how many it was denied."""
+
+    lines: float
+    at: float
+    dropped: int = 0
+
+
 class Log:
-    """Events with fields, for one peer."""
+    """Events with fields, for one peer.
+
+    A kind of event gets a hundred lines at once and one a second after that, however often others
+    bring it about; the next line says how many were left out. The peer's own rounds are all told.
+    """
+
+    BURST, A_SECOND = 100.0, 1.0
 
     def __init__(self, name: str, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger("quiverfl.peer")
         self._name = name
+        self._allowances: dict[str, _Allowance] = {}
 
     def __call__(self, event: str, level: int = logging.INFO, **fields: object) -> None:
-        self._logger.log(level, event, extra={"fields": {"peer": self._name, **fields}})
+        dropped = 0 if event == "round" else self._dropped(event)
+        if dropped is None:
+            return
+        more = {"left_out": dropped} if dropped else {}
+        fields = {"peer": self._name, **fields, **more}
+        self._logger.log(level, event, extra={"fields": fields})
+
+    def _dropped(self, event: str) -> int | None:
+        """How many lines were left out before this one; None if this one is too."""
+        now = time.monotonic()
+        allowance = self._allowances.setdefault(event, _Allowance(self.BURST, now))
+        earned = (now - allowance.at) * self.A_SECOND
+        allowance.lines, allowance.at = min(self.BURST, allowance.lines + earned), now
+        if allowance.lines < 1.0:
+            allowance.dropped += 1
+            return None
+        allowance.lines -= 1.0
+        dropped, allowance.dropped = allowance.dropped, 0
+        return dropped
 
     def alarm(self, event: str, **fields: object) -> None:
         self(event, logging.ERROR, **fields)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quiverfl.errors import QuiverError
 from quiverfl.peer import signing
 from quiverfl.peer.agreement import Agreement, Limits, older_than_remembered
+from quiverfl.peer.amendments import Amendments, sentence
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.ledger import UNIT, Link, free
 from quiverfl.peer.metrics import Log, PeerMetrics
@@ -19,7 +20,10 @@ from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.sender import RestoredBackup, Sender, Unreachable
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import CLOCKS, PROTOCOL, Clock, Hello, Notice
+from quiverfl.peer.wire import CLOCKS, Amendment, Clock, Hello, Notice, Terms
+
+AMENDED = 3
+"""The version of the protocol that knows of amendments."""
 
 
 @dataclass
@@ -58,6 +62,8 @@ class Neighbours:
         self.absent: set[str] = set()  # missed a deadline and not in step since: not waited for
         self.clogged: set[str] = set()  # have not acknowledged in time: not waited for either
         self.notices = Notices(agreement.hash, store.notices())
+        self.amendments = Amendments(agreement.hash, store.amendments())
+        self._informed: dict[str, tuple[bool, bool]] = {}  # who called, and what it was told of us
         self._store, self._forget, self._fail = store, forget, fail
         self._learning: set[asyncio.Task[None]] = set()
         self.greeted: set[str] = set()  # since this process has started
@@ -72,6 +78,7 @@ class Neighbours:
                 identity=identity.refresh,
                 incarnation=self._incarnation,
                 payload=store.payload,
+                size=store.payload_size,
                 vouchers=store.vouchers,
                 clocks=lambda peer: self.clocks(peer, 8),
                 compose=self.hello,
@@ -85,11 +92,11 @@ class Neighbours:
             if peer != agreement.name
         }
 
-    def hello(self, peer: str) -> Hello:
+    def hello(self, peer: str, protocol: int) -> Hello:
         link = self._transactions.accounts.link(peer)
         link = Link() if link.gone else link  # whoever comes back there has another store
         return Hello(
-            protocol=PROTOCOL,
+            protocol=protocol,
             run=self._agreement.run,
             configuration=self._agreement.configuration,
             manifest=self._agreement.manifest.hash,
@@ -106,7 +113,14 @@ class Neighbours:
             notices=self.notices.hash,
             leaving=self._condition.leaving,
             finished=self._condition.finished(),
+            amendments=self.amendments.hash,
         )
+
+    def answer(self, hello: Hello) -> Hello:
+        """What a caller is told in turn: it may be one that cannot be called itself."""
+        mine = self.hello(hello.sender, hello.protocol)
+        self._informed[hello.sender] = (mine.leaving, mine.finished)
+        return mine
 
     def clocks(self, towards: str, most: int) -> list[Clock]:
         """How far this peer, the one it talks to and some others have come."""
@@ -146,6 +160,12 @@ class Neighbours:
         """A neighbour has spoken, as caller or as called."""
         if hello.sender not in self.senders:
             raise QuiverError(f"{hello.sender!r} was not in the roster when this peer started.")
+        if hello.protocol < AMENDED and (terms := self._store.terms()):
+            raise QuiverError(
+                f"the run was changed ({'; '.join(sentence(t) for t in terms)}), of which protocol "
+                f"{hello.protocol} knows nothing: install the newest quiverfl on {hello.sender!r} "
+                f"and {self._agreement.name!r}."
+            )
         if hello.towards not in ("", self._incarnation):
             raise QuiverError(
                 f"{hello.sender!r} remembers another store of {self._agreement.name!r}: it has not "
@@ -159,12 +179,34 @@ class Neighbours:
         self._transactions.witness(hello.clocks, self.genuine)
         if hello.notices and hello.notices != self.notices.hash:
             self._later(self._learn(hello.sender))
+        if hello.amendments and hello.amendments != self.amendments.hash:
+            self._later(self._learn_amendments(hello.sender))
         self.greeted.add(hello.sender)
         if hello.leaving:
             await self._transactions.part_from(hello.sender)
         (self.done.add if hello.finished else self.done.discard)(hello.sender)
         self.senders[hello.sender].wake()
         self._hear(hello.sender, hello.round)
+
+    # Changes of the run: each member signs the same terms, and all tell each other
+
+    async def _learn_amendments(self, peer: str) -> None:
+        for amendment in await self.senders[peer].amendments():
+            await self._keep(amendment)
+
+    async def _keep(self, amendment: Amendment) -> bool:
+        body = self.amendments.add(amendment, self._roster.refresh())
+        if body is not None:
+            await asyncio.to_thread(self._store.note_amendment, body)
+            self._log("amendment", by=amendment.by, terms=sentence(amendment.terms))
+        return body is not None
+
+    async def agree(self, terms: Terms) -> None:
+        """This member's word on a change, for the others to hear."""
+        mine = Amendment(by=self._agreement.name, terms=terms)
+        papers = self._identity.refresh()
+        if await self._keep(signing.amendment(papers, self._agreement.hash, mine)):
+            self._later(self._spread())
 
     # Evictions: each member signs its own, and all tell each other
 
@@ -233,7 +275,11 @@ class Neighbours:
     async def tell(self, to: set[str]) -> set[str]:
         """Say hello, with news of oneself; who has heard it."""
 
+        current = (self._condition.leaving, self._condition.finished())
+
         async def one(sender: Sender) -> str | None:
+            if self._dials_out(sender.peer):  # it has heard if it has called since
+                return sender.peer if self._informed.get(sender.peer) == current else None
             try:
                 await sender.hello(timeout=2.0)
             except Unreachable:
@@ -246,10 +292,18 @@ class Neighbours:
     def outside(self) -> set[str]:
         """Those that no share is expected from, and none is sent to."""
         links = self._transactions.accounts.links
-        return {peer for peer, link in links.items() if link.gone or link.closed}
+        gone = {peer for peer, link in links.items() if link.gone or link.closed}
+        return gone | {peer for peer in self.senders if self._severed(peer)}
+
+    def _dials_out(self, peer: str) -> bool:
+        return self._roster.current.member(peer).dials_out
+
+    def _severed(self, peer: str) -> bool:
+        """Of two that only dial out, neither can reach the other: their mass goes by the rest."""
+        return self._dials_out(peer) and self._dials_out(self._agreement.name)
 
     def free(self, peer: str) -> bool:
-        return free(self._transactions.accounts, peer)
+        return not self._severed(peer) and free(self._transactions.accounts, peer)
 
     def waited_for(self, peers: set[str]) -> set[str]:
         """Of these, whose acknowledgement a round may wait for.

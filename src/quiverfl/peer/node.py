@@ -10,31 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import safetensors.numpy
 
+from quiverfl.engine.accounting import Clock
 from quiverfl.engine.history import evaluates
+from quiverfl.engine.shares import UNIT, in_units, row
+from quiverfl.engine.splitting import check_split
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
+from quiverfl.peer.collector import Collector
+from quiverfl.peer.course import Course
 from quiverfl.peer.descriptors import acceptable_connections
 from quiverfl.peer.files import write_durably
 from quiverfl.peer.identity import LiveIdentity
-from quiverfl.peer.learner import Learner, column, expected_senders, mutual_neighbours
-from quiverfl.peer.metrics import Log, PeerMetrics, serve_metrics
+from quiverfl.peer.learner import Learner, expected_senders, mutual_neighbours, receivers
+from quiverfl.peer.metrics import Log, PeerMetrics, Sample, serve_metrics
 from quiverfl.peer.neighbours import Condition, Neighbours
 from quiverfl.peer.offering import Offering
 from quiverfl.peer.peer_settings import Outcome, Settings
 from quiverfl.peer.receiver import Receiver
 from quiverfl.peer.requests import RequestHandler
 from quiverfl.peer.roster import ROSTER, LiveRoster
+from quiverfl.peer.sender import Sender
 from quiverfl.peer.service import PeerService, Server
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
+from quiverfl.peer.wire import Terms
 from quiverfl.topologies.topology import Topology
 
 Result = TypeVar("Result")
@@ -82,6 +91,7 @@ class Node:
             roster=self._roster,
             identity=self._identity,
             store=store,
+            copies=settings.copies,
         )
         self.offering = Offering(self.transactions, agreement, limits, store.folder)
         self.condition = Condition(store.meta("leaving") == "yes", lambda: self.finished)
@@ -101,12 +111,20 @@ class Node:
             forget=self.receiver.forget,
             fail=self._fail,
         )
+        self.course = Course(agreement.name, settings.rounds, self.neighbours, store, self.log)
+        self._collectors = [
+            Collector(sender, self.receiver, limits, self.metrics, self.log)
+            for peer, sender in self.neighbours.senders.items()
+            if self._roster.current.member(agreement.name).dials_out
+            and not self._roster.current.member(peer).dials_out
+        ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stopped = asyncio.Event()
         self._broken: QuiverError | None = None
         self.state = "starting"
         self.scores: dict[str, float] = {}
-        self._outbox_since = time.monotonic()
+        self._amended: tuple[int, float | None] = (settings.rounds, None)
+        self._counted: dict[str, int] = {}
         self._mutual = mutual_neighbours(topology, self.names, self.number)
 
     # The life of the process
@@ -121,9 +139,10 @@ class Node:
         )
         endpoint = None
         if self.settings.metrics:
-            endpoint = serve_metrics(self.settings.metrics, self.metrics, self.gauges)
+            endpoint = serve_metrics(self.settings.metrics, self.metrics, self.samples)
         await server.start()
-        tasks = [asyncio.create_task(c.run()) for c in self.neighbours.senders.values()]
+        couriers: list[Sender | Collector] = [*self.neighbours.senders.values(), *self._collectors]
+        tasks = [asyncio.create_task(courier.run()) for courier in couriers]
         for task in tasks:
             task.add_done_callback(self._sender_ended)
         self.log("started", round=self.transactions.accounts.round, port=server.port)
@@ -132,8 +151,11 @@ class Node:
             await self.neighbours.tell(set(self.neighbours.senders))
             await self.neighbours.settled()
             await self._restore()
-            await self._rounds()
-            await self._end()
+            while True:
+                await self._rounds()
+                await self._end()
+                if self.stopping or self.condition.leaving or self._over():
+                    break
         finally:
             self.state = "stopping"
             await self.neighbours.settled()
@@ -163,13 +185,20 @@ class Node:
             status=self.status,
             stop=self.stop,
             leave=self.leave,
+            amend=self._amend,
             fail=self._fail,
         )
         return PeerService(handler, self._roster, self.metrics, self.log)
 
+    async def _amend(self, terms: Terms) -> None:
+        accounts = self.transactions.accounts
+        begun = accounts.pushed or self.state == "training"
+        await self.course.propose(terms, accounts.round, begun)
+
     def _outcome(self) -> Outcome:
         accounts = self.transactions.accounts
-        left = self.condition.leaving and not accounts.units and not accounts.outbox
+        gone = self.settings.copies or not accounts.units
+        left = self.condition.leaving and gone and not accounts.outbox
         waiting = len(accounts.outbox)
         outcome = Outcome(
             self.finished, left, self.stopping, waiting, self.scores, self._problems()
@@ -204,10 +233,22 @@ class Node:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
 
     async def _restore(self) -> None:
-        memory = self.transactions.memory
+        if not await self.off_loop(self._untouched):
+            await self._become()
+
+    def _untouched(self) -> bool:
+        """Whether nothing has happened yet: one's own first message is not merged with itself."""
+        accounts, first = self.transactions.accounts, self.transactions.memory.message
+        made = self.learner.message()
+        same = all(np.array_equal(leaf, made[name]) for name, leaf in first.items())
+        return accounts.round == 0 and not accounts.pushed and same
+
+    async def _become(self) -> None:
+        """The state of what is committed: the rest from before the merge, and what to merge."""
+        memory, mass = self.transactions.memory, self.transactions.mass
         await self.off_loop(self.learner.restore, memory.rest)
-        if self.transactions.accounts.units:
-            await self.off_loop(self.learner.merge, memory.message, self.transactions.mass)
+        if mass:
+            await self.off_loop(self.learner.merge, memory.message, mass)
 
     @property
     def stopping(self) -> bool:
@@ -243,8 +284,8 @@ class Node:
         refunding = self.neighbours.refunding()
         refunds = [sender.refund for sender in refunding if sender.refund]
         if receipts or refunds:
-            rest = await self.off_loop(self.learner.rest)
-            await self.transactions.absorb(receipts, refunds, rest, finish)
+            weigh = self._weigh if self.settings.copies else None
+            await self.transactions.absorb(receipts, refunds, finish, weigh)
         elif finish:
             await self.transactions.finish_round()
         transfers = [transfer for transfer, _ in receipts]
@@ -253,9 +294,21 @@ class Node:
         self.receiver.committed(transfers)
         for sender in refunding:
             sender.refund = None
-        if self.transactions.accounts.units:
-            memory = self.transactions.memory
-            await self.off_loop(self.learner.merge, memory.message, self.transactions.mass)
+        await self._become()
+
+    def _weigh(self, copies: Sequence[ledger.Transfer]) -> tuple[int, list[int]]:
+        """What the graph of its round says of each copy, and of the own message in this round.
+
+        After the last round the own one is a mean already, and counts as 1.
+        """
+        accounts, numbers = self.transactions.accounts, {n: i for i, n in enumerate(self.names)}
+        own = row(self.topology(accounts.round), self.number).get(self.number, 0.0)
+        others = [
+            row(self.topology(copy.round), self.number).get(numbers[copy.sender], 0.0)
+            for copy in copies
+        ]
+        mine = in_units(own) if accounts.pushed else UNIT
+        return mine, [in_units(weight) for weight in others]
 
     # Its rounds: train, split and commit, wait or not, merge.
     #
@@ -273,38 +326,86 @@ class Node:
             pause = min(2 * pause, 30.0)
 
     async def _rounds(self) -> None:
-        if self.transactions.accounts.round < self.settings.rounds:
+        await self._follow()
+        if not self._over():
             await self._ask()
-        while self.transactions.accounts.round < self.settings.rounds:
-            if self.stopping or self.condition.leaving:
+        while not self.stopping and not self.condition.leaving:
+            await self._agreed()
+            await self._follow()
+            if self._over():
                 return
             await self._round(self.transactions.accounts.round)
 
+    def _over(self) -> bool:
+        return self.transactions.accounts.round >= self.settings.rounds
+
+    async def _agreed(self) -> None:
+        """Before a round from which something is to change: until the others have agreed as well.
+
+        So all change in the same round. Whoever lets the deadline pass has not agreed in time.
+        """
+        end, pause = time.monotonic() + self.settings.deadline, 0.05
+        while awaited := self.course.awaited(self.transactions.accounts.round):
+            if self.stopping or self.condition.leaving:
+                return
+            if time.monotonic() > end:
+                self.course.give_up(self.transactions.accounts.round)
+                return
+            self.state = "agreeing"
+            await self.neighbours.tell(awaited)
+            await self.neighbours.settled()
+            await self.until(lambda: False, pause)
+            pause = min(2 * pause, 1.0)
+
+    async def _follow(self) -> None:
+        """Take over what was agreed, from this round on."""
+        t = self.transactions.accounts.round
+        await self.course.heed(t)
+        agreed = (self.course.rounds(t), self.course.rate(t))
+        if agreed != self._amended:
+            self._amended = agreed
+            self.settings = replace(self.settings, rounds=agreed[0])
+            await self.off_loop(self.learner.amend, agreed[1], agreed[0])
+            self.log("amended", round=t, rounds=agreed[0], lr=agreed[1])
+
     async def _round(self, t: int) -> None:
-        graph, sync = self.topology(t), self._sync()
-        line: dict[str, Any] = {"round": t}
+        graph, sync, clock = self.topology(t), self._sync(), Clock()
+        check_split("copies" if self.settings.copies else "shares", graph, t)
+        active, share = bool(graph.active[self.number]), float(graph.active.mean())
+        line: dict[str, Any] = {"round": t, "active": int(active)}
         if not self.transactions.accounts.pushed:
             self.state = "training"
-            active, share = bool(graph.active[self.number]), float(graph.active.mean())
-            await self.off_loop(self.learner.train, t, active, share)
-            line["local"] = await self._evaluated(t, "local")
+            keep = t + 1 < self.settings.rounds and not self.topology(t + 1).active[self.number]
+            await self.off_loop(self.learner.train, t, active, share, active and bool(keep))
+            clock.lap("train_seconds")
+            line |= {"local": await self._evaluated(t, "local"), **self.learner.record()}
+            clock.lap("evaluate_seconds")
             self.state = "pushing"
-            if self.stopping or not await self._push(t, column(graph, self.names, self.number)):
+            if self.stopping or not await self._push(t, receivers(graph, self.names, self.number)):
                 return
         self.state = "waiting"
         if sync:
-            await self._gather(t, expected_senders(graph, self.names, self.number))
+            await self._gather(t, set(expected_senders(graph, self.names, self.number)))
         else:
             await self._breathe(t)
         if self.stopping:
             return
         await self.absorb(t if sync else None, finish=True)
+        clock.lap("mix_seconds")
         line["mixed"] = await self._evaluated(t, "mixed")
+        clock.lap("evaluate_seconds")
         self.scores = line["mixed"] or self.scores
-        line |= {"mass": self.transactions.mass, "sent_bytes": self.metrics.counts["sent_bytes"]}
+        line |= {"mass": self.transactions.mass, **self._bytes(), **clock.record()}
         self.metrics.add("rounds")
         self.record(line)
         self.log("round", **line)
+
+    def _bytes(self) -> dict[str, int]:
+        """What this peer has put on the network and taken from it since the last round."""
+        counts = {name: self.metrics.counts[name] for name in ("sent_bytes", "received_bytes")}
+        moved = {name: count - self._counted.get(name, 0) for name, count in counts.items()}
+        self._counted = counts
+        return moved
 
     def _sync(self) -> bool:
         return self.settings.mode == "sync"
@@ -333,23 +434,30 @@ class Node:
             for p, w in weights.items()
             if p not in others or (may and neighbours.free(p) and p not in barred)
         }
-        parts = ledger.as_parts(chosen)
-        home = parts.pop(self.agreement.name, 0)
         message = await self.off_loop(self.learner.message)
         rest = await self.off_loop(self.learner.rest)
-        for transfer in await self.transactions.push(t, message, rest, parts, home):
+        if self.settings.copies:
+            to = set(chosen) & others
+            transfers = await self.transactions.push_copies(t, message, rest, sorted(to))
+        else:
+            parts = ledger.as_parts(chosen)
+            home = parts.pop(self.agreement.name, 0)
+            transfers = await self.transactions.push(t, message, rest, parts, home)
+        for transfer in transfers:
             neighbours.senders[transfer.receiver].wake()
         return True
 
     def _overdrawn(self) -> set[str]:
-        """Async: who has so much of this peer's mass that it must give some back first.
+        """Who has so much of this peer's mass that it must give some back first.
 
-        Of two honest neighbours one at least may always push to the other.
+        Of two honest neighbours one at least may always push to the other. In sync mode only those
+        that missed a deadline, or sent what was refused.
         """
-        if self._sync():
-            return set()
         accounts, lend = self.transactions.accounts, int(self.settings.lend * ledger.UNIT)
-        return {peer for peer in self._mutual if ledger.overdrawn(accounts, peer, lend)}
+        found = {peer for peer in self._mutual if ledger.overdrawn(accounts, peer, lend)}
+        if self._sync():  # what the graph says holds, but not for whoever keeps nothing of it
+            return found & (self.neighbours.absent | self.receiver.refused_senders())
+        return found
 
     async def _gather(self, t: int, expected: set[str]) -> None:
         """Until every promised share is here, or the deadline: late ones merge in a later round."""
@@ -406,13 +514,15 @@ class Node:
         """Take in what is late and answer, until all have finished or nothing is heard any more."""
         self.state = "finished"
         told: set[str] = set()
-        last_news = time.monotonic()
+        news, last_news = self._news(), time.monotonic()
         while not self.stopping and not self.condition.leaving:
+            await self._follow()
+            if not self._over():  # it was agreed to go on
+                return
             if self.receiver.staged or self.neighbours.refunding():
                 await self.absorb(None, finish=False)
                 last = self.settings.rounds - 1
                 self.scores = await self.off_loop(self.learner.evaluate, last, "mixed")
-                last_news = time.monotonic()
             others = self.neighbours.staying()
             if self.finished:
                 told |= await self.neighbours.tell(others - told)
@@ -420,16 +530,26 @@ class Node:
             if over and others <= self.neighbours.done:
                 # Whoever was not reached just now had finished, and may have ended before us.
                 return
-            if time.monotonic() - last_news > self.settings.linger:
+            if self._news() != news:
+                news, last_news = self._news(), time.monotonic()
+            if time.monotonic() - last_news > self._patience(others - self.neighbours.done):
                 return
-            known = set(self.neighbours.done)
             await self.until(lambda: bool(self.receiver.staged), 0.25)
-            if self.neighbours.done != known:
-                last_news = time.monotonic()
+
+    def _patience(self, behind: set[str]) -> float:
+        """How long to stay without news of those behind: a round may wait for two deadlines."""
+        waits = 2 * self.settings.deadline if self._sync() and behind else 0.0
+        return self.settings.linger + waits
+
+    def _news(self) -> tuple[int, int]:
+        """It changes when others come on; shares alone would keep a peer up for ever."""
+        rounds = (min(round, self.settings.rounds) for round in self.receiver.heard.values())
+        return len(self.neighbours.done), sum(rounds)
 
     async def _give_everything_away(self) -> None:
         """Tell everybody, then push everything out until nothing is left here or on its way."""
-        await self._ask()
+        if not self.settings.copies:
+            await self._ask()
         self.state = "leaving"
         if self.transactions.accounts.units:
             model = await self.off_loop(self.learner.model)
@@ -442,16 +562,12 @@ class Node:
             if self.receiver.staged or self.neighbours.refunding():
                 await self._take_in()
             heirs = [p for p in sorted(told) if self.neighbours.free(p)][:HEIRS]
-            if self.transactions.accounts.units and heirs:
+            if not self.settings.copies and self.transactions.accounts.units and heirs:
                 await self._give_away(heirs)
             accounts = self.transactions.accounts
             everybody = self.neighbours.staying() <= told
-            if (
-                everybody
-                and not accounts.units
-                and not accounts.outbox
-                and not self.receiver.staged
-            ):
+            left = self.settings.copies or not accounts.units
+            if everybody and left and not accounts.outbox and not self.receiver.staged:
                 return
             if accounts != before:
                 last_news = time.monotonic()
@@ -461,9 +577,8 @@ class Node:
         receipts = self.receiver.take()
         refunding = self.neighbours.refunding()
         refunds = [sender.refund for sender in refunding if sender.refund]
-        await self.transactions.absorb(
-            receipts, refunds, self.transactions.memory.rest, finish=False
-        )
+        weigh = self._weigh if self.settings.copies else None
+        await self.transactions.absorb(receipts, refunds, finish=False, weigh=weigh)
         self.receiver.committed([transfer for transfer, _ in receipts])
         for sender in refunding:
             sender.refund = None
@@ -480,16 +595,36 @@ class Node:
 
     def gauges(self) -> dict[str, float]:
         accounts = self.transactions.accounts
-        if not accounts.outbox:
-            self._outbox_since = time.monotonic()
+        ages = (sender.waiting_seconds for sender in self.neighbours.senders.values())
         return {
             "round": accounts.round,
             "mass": self.transactions.mass,
             "outbox": len(accounts.outbox),
-            "outbox_age_seconds": time.monotonic() - self._outbox_since,
+            "outbox_age_seconds": max(ages, default=0.0),
             "staged": len(self.receiver.staged),
             "commit_seconds": self.transactions.commit_seconds,
         }
+
+    def samples(self) -> list[Sample]:
+        """For its owner's metrics: what is in `gauges`, and more that takes a look at the disk."""
+        more = {
+            **self.gauges(),
+            "rounds_planned": self.settings.rounds,
+            "absent": len(self.neighbours.absent),
+            "overdrawn": len(self._overdrawn()),
+            "certificate_seconds": self._identity.refresh().seconds_left(),
+            "store_bytes": self.store.nbytes(),
+        }
+        found = [Sample(name, float(value)) for name, value in more.items()]
+        found.append(Sample("peer_info", 1.0, (self.agreement.name, self.agreement.run)))
+        found.append(Sample("state", 1.0, (self.state,)))
+        found += [Sample("score", value, (name,)) for name, value in self.scores.items()]
+        for peer, link in self.transactions.accounts.links.items():
+            found.append(Sample("link_given", link.given / ledger.UNIT, (peer,)))
+            found.append(Sample("link_taken", link.taken / ledger.UNIT, (peer,)))
+            waiting = self.neighbours.senders[peer].waiting_seconds
+            found.append(Sample("link_waiting_seconds", waiting, (peer,)))
+        return found
 
     def _problems(self) -> dict[str, str]:
         return {p: c.problem for p, c in self.neighbours.senders.items() if c.problem}
@@ -506,4 +641,5 @@ class Node:
             "absent": sorted(self.neighbours.absent),
             "overdrawn": sorted(self._overdrawn()),
             "problems": self._problems(),
+            "amendments": self.course.told(),
         }

@@ -21,6 +21,7 @@ class Settings:
     metrics: str = ""
     trust_store: bool = False
     evaluate_every: int = 1
+    copies: bool = False  # of messages are sent, as the graph has it, in place of shares with mass
 
 
 @dataclass

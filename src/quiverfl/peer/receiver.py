@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger, signing
 from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.credit import Credit
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.intake import Intake, Turns
 from quiverfl.peer.ledger import UNIT, Transfer, Verdict
-from quiverfl.peer.manifest import Leaves, finite, norm, total
+from quiverfl.peer.manifest import Leaves, largest, norm, total
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.store import Store, Trace
@@ -29,6 +32,10 @@ from quiverfl.peer.wire import (
 )
 
 Answer = Callable[[Reply], Awaitable[None]]
+LARGEST = 1e18
+"""A number beyond this is no parameter; its square, and sums of it, would soon overflow."""
+REFUSED_OFTEN, REFUSED_SECONDS = 16, 60.0
+"""After so many shares in a row refused for good, a sender gets one look in so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,16 @@ class Receiver:
         roster: LiveRoster,
         identity: LiveIdentity,
         store: Store,
+        copies: bool = False,
     ) -> None:
-        self._roster, self._identity = roster, identity
+        self._roster, self._identity, self._copies = roster, identity, copies
         self._incarnation = store.meta("incarnation")
         self._credit = Credit(agreement.hash, agreement.name, store.shown())
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
         self._metrics, self._log, self._trace = metrics, log, trace
         self._intake, self._streams = Intake(limits.bodies, limits), Turns(limits.streams)
         self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._refused: dict[str, tuple[int, float]] = {}  # in a row, and when the last one was
         self.staged: dict[str, Staged] = {}
         self.heard: dict[str, int] = {}  # the latest round each neighbour is known to be in
         self.changed = asyncio.Event()
@@ -105,7 +114,7 @@ class Receiver:
         if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):
             self._metrics.add("duplicates")
         if verdict is Verdict.PROCEED:
-            verdict = await self._receive(transfer, frames, answer)
+            verdict = await self._receive(transfer, a.nbytes, frames, answer)
         if verdict is Verdict.STAGED:
             commit = self._commit_of(transfer)  # before anything else can happen
             await answer(Reply(word="staged"))
@@ -124,8 +133,11 @@ class Receiver:
             return Reply(word="denied", reason=f"misdelivered: this is {self._agreement.name}")
         if a.agreement != self._agreement.hash:
             return Reply(word="denied", reason="agreement: another run, configuration or manifest")
-        if a.nbytes != self._agreement.manifest.nbytes:
+        if not self._agreement.manifest.allows(a.nbytes):
             return Reply(word="denied", reason=f"size: {a.nbytes} bytes are not the manifest's")
+        if self._copies != (a.units == 0):
+            kind = "copies without mass" if self._copies else "shares with a mass"
+            return Reply(word="denied", reason=f"mass: by the run's graph there are {kind} only")
         if not link.incarnation:
             return Reply(word="retry", reason="stranger: say hello first")
         if a.incarnation != link.incarnation:
@@ -147,18 +159,25 @@ class Receiver:
         return self._commits[key]
 
     async def _receive(
-        self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
+        self, transfer: Transfer, nbytes: int, frames: AsyncIterator[bytes], answer: Answer
     ) -> Verdict:
         """Take the body in; afterwards it is staged, or refused for good."""
         if len(self.staged) >= self._limits.staged:
             raise WireError("busy", "too many shares wait for the next commit; try again later.")
+        self._check_record(transfer.sender)
         if not await self._shown(transfer, frames, answer):
             return await self._refuse(transfer, "mass it cannot show")
         async with self._intake.place(transfer.sender) as left:
             await answer(Reply(word="proceed"))
-            assembly = Assembly(self._agreement.manifest.nbytes, transfer.digest)
-            await self._fill(assembly, frames, left)
-            message = self._agreement.manifest.unpack(assembly.payload())
+            assembly = Assembly(nbytes, transfer.digest)
+            await self._fill(assembly, nbytes, frames, left)
+            try:
+                message = self._agreement.manifest.unpack(assembly.payload())
+            except WireError:
+                raise
+            except QuiverError as problem:
+                self._log("refused", sender=transfer.sender, reason=str(problem))
+                return await self._refuse(transfer, "not a message")
         own = self._transactions.memory.message
         reason, value = await asyncio.to_thread(self._examine, transfer, message, own)
         transfer = replace(transfer, total=value)
@@ -174,9 +193,21 @@ class Receiver:
     async def _refuse(self, transfer: Transfer, reason: str) -> Verdict:
         if self._judge(transfer) is Verdict.PROCEED:
             await self._transactions.bury(transfer, reason)
+            count = self._refused.get(transfer.sender, (0, 0.0))[0]
+            self._refused[transfer.sender] = (count + 1, time.monotonic())
             self._metrics.refused(reason)
             self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
         return self._judge(transfer)
+
+    def _check_record(self, sender: str) -> None:
+        """Every share refused for good leaves a line in the books: nobody may fill them so."""
+        count, last = self._refused.get(sender, (0, 0.0))
+        if count >= REFUSED_OFTEN and time.monotonic() - last < REFUSED_SECONDS:
+            raise WireError("refused often", "too many shares in a row were refused: wait.")
+
+    def refused_senders(self) -> set[str]:
+        """Whose last share was refused for good."""
+        return set(self._refused)
 
     async def _shown(
         self, transfer: Transfer, frames: AsyncIterator[bytes], answer: Answer
@@ -202,13 +233,16 @@ class Receiver:
         self.changed.set()
 
     async def _fill(
-        self, assembly: Assembly, frames: AsyncIterator[bytes], left: Callable[[int], float]
+        self,
+        assembly: Assembly,
+        nbytes: int,
+        frames: AsyncIterator[bytes],
+        left: Callable[[int], float],
     ) -> None:
         """Read a chunk while the one before it is checked.
 
         In a thread: checksums of a large share would hold up everybody else on the event loop.
         """
-        nbytes = self._agreement.manifest.nbytes
         filled = 0
         reading = asyncio.ensure_future(self._next(frames))
         try:
@@ -224,13 +258,16 @@ class Receiver:
 
     def _examine(self, transfer: Transfer, message: Leaves, own: Leaves) -> tuple[str, float]:
         """(why this content is refused, or nothing; the sum of its numbers)."""
-        if not finite(message):
+        top = largest(message)
+        if not math.isfinite(top):
             return "not finite", 0.0
+        if top > LARGEST:
+            return "too large", 0.0
         if transfer.units > self._limits.mass_cap:
             return "mass above the cap", total(message)
         if self._limits.outlier != "off":
             here = norm(own) / max(self._transactions.mass, 1e-12)
-            there = norm(message) / (transfer.units / UNIT)
+            there = norm(message) / (transfer.units / UNIT if transfer.units else 1.0)
             if there > self._limits.outlier_factor * here:
                 self._log.alarm("outlier", **_coordinates(transfer), norm=there, own=here)
                 self._metrics.add("alarms")
@@ -260,13 +297,11 @@ class Receiver:
         return signing.proof(papers, word, transfer, agreed, (store, self._incarnation))
 
     def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
-        """Staged shares in sender order; in sync mode those of rounds that are over."""
-        chosen = [
-            entry
-            for _, entry in sorted(self.staged.items())
-            if up_to is None or entry.transfer.round <= up_to
-        ]
-        return [(entry.transfer, entry.message) for entry in chosen]
+        """Staged shares in client order; in sync mode those of rounds that are over."""
+        here = [s for s in self.staged.values() if up_to is None or s.transfer.round <= up_to]
+        order = {name: number for number, name in enumerate(self._roster.current.names)}
+        here.sort(key=lambda entry: order.get(entry.transfer.sender, len(order)))
+        return [(entry.transfer, entry.message) for entry in here]
 
     def forget(self, sender: str) -> None:
         """Drop what is staged from a peer that was evicted, and what it has shown."""
@@ -279,6 +314,7 @@ class Receiver:
         """These are durable now: their senders may be told."""
         for transfer in transfers:
             self.staged.pop(transfer.sender, None)
+            self._refused.pop(transfer.sender, None)
             waiting = self._commits.pop((transfer.sender, transfer.seq), None)
             if waiting and not waiting.done():
                 waiting.set_result(None)

@@ -13,9 +13,9 @@ from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.neighbours import Neighbours
 from quiverfl.peer.offering import Offering
 from quiverfl.peer.receiver import Receiver
-from quiverfl.peer.sender import RestoredBackup, signed_text
+from quiverfl.peer.sender import Line, RestoredBackup, signed_text
 from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import Greeting, Hello, Join, NoticeList, Order, Reply
+from quiverfl.peer.wire import AmendmentList, Greeting, Hello, Join, NoticeList, Order, Reply, Terms
 
 
 class RequestHandler:
@@ -35,6 +35,7 @@ class RequestHandler:
         status: Callable[[], dict[str, Any]],
         stop: Callable[[], None],
         leave: Callable[[], None],
+        amend: Callable[[Terms], Awaitable[None]],
         fail: Callable[[QuiverError], None],
     ) -> None:
         self.name = agreement.name
@@ -47,6 +48,7 @@ class RequestHandler:
         self._neighbours, self._offering = neighbours, offering
         self._metrics, self._log = metrics, log
         self._status, self._stop, self._leave, self._fail = status, stop, leave, fail
+        self._amend = amend
 
     async def greet(self, sender: str, hello: Hello) -> Greeting:
         refusal = await self._refusal(sender, hello)
@@ -54,7 +56,7 @@ class RequestHandler:
             self._metrics.refused("hello")
             self._log.alarm("hello refused", sender=sender, reason=refusal)
             return Greeting(refusal=refusal[:1000])
-        mine = self._neighbours.hello(sender)
+        mine = self._neighbours.answer(hello)
         identity = self._identity.refresh()
         return Greeting(
             hello=mine,
@@ -93,6 +95,15 @@ class RequestHandler:
     def notices(self) -> NoticeList:
         return self._neighbours.notices.everything()
 
+    def amendments(self) -> AmendmentList:
+        return self._neighbours.amendments.everything()
+
+    async def collect(self, sender: str, line: Line) -> None:
+        """A neighbour that cannot be called has opened a line to fetch its shares."""
+        if sender not in self._neighbours.senders:
+            raise QuiverError(f"{sender!r} was not in the roster when this peer started.")
+        await self._neighbours.senders[sender].lend(line)
+
     async def obey(self, order: Order) -> dict[str, Any]:
         if order.action != "status":
             self._log("order", action=order.action, about=order.peer)
@@ -102,6 +113,10 @@ class RequestHandler:
             self._leave()
         elif order.action == "evict":
             return await self._evict(order.peer, order.ban)
+        elif order.action == "amend":
+            if order.terms is None:
+                raise QuiverError("amend: say what is to change, and from which round on.")
+            await self._amend(order.terms)
         return self._status()
 
     async def _evict(self, peer: str | None, ban: bool) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from quiverfl.peer.files import write_durably
 from quiverfl.peer.wire import Hash, Name
 
 ROSTER = "roster.toml"
+DIALS_OUT = "dials-out:0"
+"""The address of a member that nobody can call: it calls the others, and fetches its shares."""
 
 
 class _Line(BaseModel):
@@ -40,6 +42,10 @@ class Member:
     address: str
     keys: tuple[str, ...]
     former: tuple[str, ...] = ()  # dropped: no longer let in, but what they signed stays signed
+
+    @property
+    def dials_out(self) -> bool:
+        return self.address == DIALS_OUT
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,12 @@ class Roster:
         changed = replace(old, keys=keys, former=former)
         return replace(self, members=tuple(changed if m == old else m for m in self.members))
 
+    def without_keys(self, name: str) -> Roster:
+        """A member that is let in no more; its place, its books and what it signed remain."""
+        old = self.member(name)
+        changed = replace(old, keys=(), former=(*old.former, *old.keys))
+        return replace(self, members=tuple(changed if m == old else m for m in self.members))
+
     def identify(self, pem: bytes) -> str:
         """The member a certificate (already verified against the authority) belongs to."""
         certificate = identity.parse(pem)
@@ -103,6 +115,8 @@ class Roster:
         if len(names) != 1:
             raise QuiverError(f"a certificate for {names}: it must name one peer.")
         member = self.member(names[0])
+        if not member.keys:
+            raise QuiverError(f"{member.name!r} was revoked: the roster has no key for it.")
         if identity.fingerprint(certificate) not in member.keys:
             raise QuiverError(f"the key of {member.name!r} is not the one in the roster.")
         return member.name

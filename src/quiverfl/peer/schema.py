@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import time
 from dataclasses import asdict, astuple
 from pathlib import Path
+from typing import Any
 
 import safetensors.numpy
 
@@ -35,6 +37,9 @@ CREATE TABLE entries (number INTEGER PRIMARY KEY, kind TEXT, round INTEGER, unit
   units_in INTEGER, units_out INTEGER, total REAL, total_in REAL, total_out REAL, trained REAL,
   scale REAL)
 """
+
+LATER = "CREATE TABLE IF NOT EXISTS amendments (body TEXT PRIMARY KEY)"
+"""What a store of an older version does not have yet."""
 
 FORGET_SHARES: list[Change] = [
     (
@@ -76,6 +81,10 @@ def notice(body: str) -> Change:
     return ("INSERT OR IGNORE INTO notices VALUES (?)", (body,))
 
 
+def amendment(body: str) -> Change:
+    return ("INSERT OR IGNORE INTO amendments VALUES (?)", (body,))
+
+
 def shown(sender: str, body: str) -> Change:
     return ("INSERT OR REPLACE INTO shown VALUES (?, ?)", (sender, body))
 
@@ -88,6 +97,15 @@ def status(transfer: Transfer, word: str) -> Change:
 def entry(line: Entry) -> Change:
     marks = ", ".join("?" * 10)
     return (f"INSERT INTO entries VALUES (NULL, {marks})", astuple(line))
+
+
+def _numbers(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """SQLite keeps what is not a number as nothing."""
+    return tuple(math.nan if value is None else value for value in row)
+
+
+def _transfer(row: tuple[Any, ...]) -> Transfer:
+    return Transfer(*_numbers(row[:8]))
 
 
 def read_statement(folder: Path) -> Statement:
@@ -107,10 +125,11 @@ def _read(folder: Path) -> Statement:
     try:
         database.execute("BEGIN")
         accounts = accounts_from(database.execute("SELECT body FROM account").fetchone()[0])
-        entries = [Entry(*row[1:]) for row in database.execute("SELECT * FROM entries")]
-        outgoing = [Sent(Transfer(*r[:8]), r[8]) for r in database.execute("SELECT * FROM sent")]
+        rows = [_numbers(row) for row in database.execute("SELECT * FROM entries")]
+        entries = [Entry(*row[1:]) for row in rows]
+        outgoing = [Sent(_transfer(r), r[8]) for r in database.execute("SELECT * FROM sent")]
         incoming = database.execute("SELECT * FROM received")
-        taken = [Received(Transfer(*r[:8]), r[8]) for r in incoming]
+        taken = [Received(_transfer(r), r[8]) for r in incoming]
         meta = dict(database.execute("SELECT key, value FROM meta"))
         query = "SELECT name, digest FROM files WHERE role = 'state'"
         name, digest = database.execute(query).fetchone()

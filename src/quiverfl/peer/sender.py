@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -26,15 +26,20 @@ from quiverfl.peer.files import StoreError
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import Transfer
 from quiverfl.peer.metrics import Log, PeerMetrics
-from quiverfl.peer.roster import LiveRoster
+from quiverfl.peer.roster import LiveRoster, Member
 from quiverfl.peer.store import Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import (
     CHUNK,
     NOTICES_LIMIT,
+    OLDEST,
+    OTHER_PROTOCOL,
     SERVICE,
     VOUCHERS,
+    Amendment,
+    AmendmentList,
     Announcement,
+    AnyControl,
     Clock,
     Evidence,
     Greeting,
@@ -50,6 +55,7 @@ from quiverfl.peer.wire import (
 )
 
 LARGEST_FRAME = CHUNK + 1024
+Stored = TypeVar("Stored")
 
 
 class RestoredBackup(QuiverError):
@@ -58,6 +64,38 @@ class RestoredBackup(QuiverError):
 
 class Unreachable(Exception):
     """Not now: try again later. Nothing is known about what the other side did."""
+
+
+class OlderProtocol(Unreachable):
+    """The other side does not know this version of the protocol; it may know an older one."""
+
+    def __init__(self, tried: int, refusal: str) -> None:
+        super().__init__(refusal)
+        self.tried = tried
+
+
+class Line:
+    """A stream that a neighbour has opened to fetch a share over it, as it cannot be called."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context  # grpc.aio.ServicerContext, whose published types are not its own
+        self.closed = asyncio.Event()
+
+    async def write(self, frame: bytes) -> None:
+        try:
+            await self._context.write(frame)
+        except Exception as problem:  # gRPC raises several kinds when the other side has gone
+            raise Unreachable(f"the line was closed: {problem}") from None
+
+    async def read(self) -> Any:
+        try:
+            return await self._context.read()
+        except Exception as problem:
+            raise Unreachable(f"the line was closed: {problem}") from None
+
+    def cancel(self) -> None:
+        """It was used, or is of no more use."""
+        self.closed.set()
 
 
 class Denied(Unreachable):
@@ -100,9 +138,10 @@ class Sender:
         identity: Callable[[], Identity],
         incarnation: str,
         payload: Callable[[str], bytes],
+        size: Callable[[str], int],
         vouchers: Callable[[str, int, int], list[Transfer]],
         clocks: Callable[[str], list[Clock]],
-        compose: Callable[[str], Hello],
+        compose: Callable[[str, int], Hello],
         on_greeting: Callable[[Hello], Awaitable[None]],
         on_refusal: Callable[[str], None],
         metrics: PeerMetrics,
@@ -116,16 +155,28 @@ class Sender:
             limits,
             roster,
         )
-        self._identity, self._incarnation, self._payload = identity, incarnation, payload
+        self._identity, self._incarnation = identity, incarnation
+        self._payload, self._size = payload, size
         self._vouchers, self._clocks = vouchers, clocks
         self._compose, self._on_greeting, self._on_refusal = compose, on_greeting, on_refusal
         self._metrics, self._log, self._trace = metrics, log, trace
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
+        self._line: Line | None = None
+        self._protocol = agreement.newest
         self._greeted = self._closed = False
         self._wake = asyncio.Event()
         self._chance = random.Random(secrets.randbits(64))  # jitter must differ between peers
         self.refund: Transfer | None = None
         self.problem = ""
+        self._tried: tuple[int, float] = (0, 0.0)  # the share at hand, and since when
+
+    @property
+    def waiting_seconds(self) -> float:
+        """For how long the share in the outbox has been tried; 0 if there is none."""
+        outbox = self._transactions.accounts.link(self.peer).outbox
+        if outbox is None or outbox.seq != self._tried[0]:
+            return 0.0
+        return time.monotonic() - self._tried[1]
 
     def wake(self) -> None:
         """There is something to send, or the neighbour has just been heard: try now."""
@@ -139,6 +190,8 @@ class Sender:
             if transfer is None or self.refund is not None:
                 await self._rest(None)
                 continue
+            if self._tried[0] != transfer.seq:
+                self._tried = (transfer.seq, time.monotonic())
             try:
                 await self._attempt(transfer)
                 pause, self.problem = self._limits.retry_first, ""
@@ -172,23 +225,53 @@ class Sender:
 
     async def _disconnect(self) -> None:
         channel, self._channel, self._greeted = self._channel, None, False
+        self._protocol = self._agreement.newest  # it may have been upgraded meanwhile
         if channel is not None:
             await channel.close()
 
+    def _member(self) -> Member:
+        try:
+            return self._roster.refresh().member(self.peer)
+        except QuiverError as problem:
+            raise Unreachable(str(problem)) from None
+
     def _connected(self) -> Any:
         if self._channel is None:
-            try:
-                address = self._roster.refresh().member(self.peer).address
-            except QuiverError as problem:
-                raise Unreachable(str(problem)) from None
+            member = self._member()
+            if member.dials_out:
+                raise Unreachable(f"{self.peer} only dials out: it calls when it can")
             self._channel = open_channel(
-                address, self.peer, self._identity(), self._limits.keepalive_seconds
+                member.address, self.peer, self._identity(), self._limits.keepalive_seconds
             )
         return self._channel
 
+    def line(self) -> Any:
+        """A stream over which the neighbour sends what it has for this peer."""
+        return self._connected().stream_stream(f"/{SERVICE}/Collect")()
+
+    async def lend(self, line: Line) -> None:
+        """The neighbour, which cannot be called, fetches over this line: until it was used."""
+        if self._line is not None:
+            self._line.cancel()
+        self._line = line
+        self.wake()
+        try:
+            await line.closed.wait()
+        finally:
+            line.cancel()
+            if self._line is line:
+                self._line = None
+
     async def hello(self, timeout: float | None = None) -> Hello:
-        """Introduce this peer; what the neighbour says of itself."""
-        hello = self._compose(self.peer)
+        """Introduce this peer, in a version that both know; what the neighbour says of itself."""
+        while True:
+            try:
+                return await self._hello(timeout)
+            except OlderProtocol as problem:
+                self._protocol = min(self._protocol, problem.tried - 1)
+
+    async def _hello(self, timeout: float | None) -> Hello:
+        hello = self._compose(self.peer, self._protocol)
         timeout = timeout or self._limits.hello_seconds
         call = self._connected().unary_unary(f"/{SERVICE}/Hello")
         try:
@@ -205,19 +288,30 @@ class Sender:
 
     async def notices(self) -> list[Notice]:
         """The evictions the neighbour knows of; none if it cannot be asked now."""
+        found = await self._ask("Notices", NoticeList)
+        return found.notices if found else []
+
+    async def amendments(self) -> list[Amendment]:
+        """The changes of the run that the neighbour knows of."""
+        found = await self._ask("Amendments", AmendmentList)
+        return found.amendments if found else []
+
+    async def _ask(self, method: str, kind: type[AnyControl]) -> AnyControl | None:
         try:
-            call = self._connected().unary_unary(f"/{SERVICE}/Notices")
+            call = self._connected().unary_unary(f"/{SERVICE}/{method}")
             answer = await call(b"", timeout=self._limits.hello_seconds)
-            return decode(NoticeList, answer, NOTICES_LIMIT).notices
+            return decode(kind, answer, NOTICES_LIMIT)
         except (grpc.aio.AioRpcError, WireError, Unreachable):
-            return []
+            return None
         except asyncio.CancelledError:
             with contextlib.suppress(Unreachable):
                 _pass_on_cancellation()
-            return []
+            return None
 
     async def _understood(self, hello: Hello, greeting: Greeting) -> Hello:
         if greeting.hello is None:
+            if greeting.refusal.startswith(OTHER_PROTOCOL) and hello.protocol > OLDEST:
+                raise OlderProtocol(hello.protocol, greeting.refusal)
             self._on_refusal(self.peer)  # the reason may be news that this peer has missed
             raise Unreachable(f"{self.peer} refuses: {greeting.refusal}")
         pem = greeting.certificate.encode()
@@ -243,9 +337,7 @@ class Sender:
         return greeting.hello
 
     async def _attempt(self, transfer: Transfer) -> None:
-        if not self._greeted:
-            await self.hello()
-        call = self._connected().stream_stream(f"/{SERVICE}/Push")()
+        call = await self._opened()
         try:
             await self._converse(call, transfer)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as problem:
@@ -260,6 +352,17 @@ class Sender:
         finally:
             call.cancel()
 
+    async def _opened(self) -> Any:
+        """A stream to push over: one's own, or one that a neighbour behind NAT has opened."""
+        if self._member().dials_out:
+            if self._line is None:
+                raise Unreachable(f"{self.peer} only dials out, and does not call at the moment")
+            line, self._line = self._line, None
+            return line
+        if not self._greeted:
+            await self.hello()
+        return self._connected().stream_stream(f"/{SERVICE}/Push")()
+
     async def _converse(self, call: Any, transfer: Transfer) -> None:
         announcement = Announcement(
             agreement=self._agreement.hash,
@@ -269,7 +372,7 @@ class Sender:
             seq=transfer.seq,
             round=transfer.round,
             units=transfer.units,
-            nbytes=self._agreement.manifest.nbytes,
+            nbytes=await self._stored(self._size, transfer),
             digest=transfer.digest,
             proof=signing.proof(
                 self._identity(), "share", transfer, self._agreement.hash, self._stores()
@@ -283,7 +386,7 @@ class Sender:
             await call.write(self._metrics.sent(encode(await self._evidence(reply.rows))))
             reply = await self._reply(call, self._limits.idle_seconds)
         if reply.word == "proceed":
-            payload = await self._body(transfer)
+            payload = await self._stored(self._payload, transfer)
             for frame in frames(payload):
                 async with asyncio.timeout(self._limits.idle_seconds):
                     await call.write(self._metrics.sent(frame))
@@ -313,9 +416,10 @@ class Sender:
             ]
         )
 
-    async def _body(self, transfer: Transfer) -> bytes:
+    async def _stored(self, read: Callable[[str], Stored], transfer: Transfer) -> Stored:
+        """What the store has of a share, unless it was written off while it waited."""
         try:
-            return await asyncio.to_thread(self._payload, transfer.digest)
+            return await asyncio.to_thread(read, transfer.digest)
         except StoreError:
             if self._transactions.accounts.link(self.peer).outbox == transfer:
                 raise

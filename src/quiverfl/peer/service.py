@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib.metadata
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -16,15 +19,17 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
-from quiverfl.peer.sender import LARGEST_FRAME
+from quiverfl.peer.sender import LARGEST_FRAME, Line
 from quiverfl.peer.wire import (
     SERVICE,
+    AmendmentList,
     Greeting,
     Hello,
     Join,
     NoticeList,
     Order,
     Reply,
+    Vitals,
     WireError,
     decode,
     decode_hello,
@@ -55,6 +60,8 @@ class Handler(Protocol):
         self, sender: str, join: Join, send: Callable[[bytes], Awaitable[None]]
     ) -> Awaitable[None]: ...
     def notices(self) -> NoticeList: ...
+    def amendments(self) -> AmendmentList: ...
+    def collect(self, sender: str, line: Line) -> Awaitable[None]: ...
     async def obey(self, order: Order) -> dict[str, Any]: ...
 
 
@@ -72,7 +79,10 @@ class PeerService:
             "Hello": grpc.unary_unary_rpc_method_handler(self._hello),
             "Push": grpc.stream_stream_rpc_method_handler(self._push),
             "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
+            "Collect": grpc.stream_stream_rpc_method_handler(self._collect),
             "Notices": grpc.unary_unary_rpc_method_handler(self._notices),
+            "Amendments": grpc.unary_unary_rpc_method_handler(self._amendments),
+            "Probe": grpc.unary_unary_rpc_method_handler(self._probe),
             "Order": grpc.unary_unary_rpc_method_handler(self._order),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -131,6 +141,22 @@ class PeerService:
         await self._caller(context)
         return self._metrics.sent(encode(self._handler.notices()))
 
+    async def _amendments(self, _frame: bytes, context: Context) -> bytes:
+        await self._caller(context)
+        return self._metrics.sent(encode(self._handler.amendments()))
+
+    async def _probe(self, _frame: bytes, context: Context) -> bytes:
+        """For `quiver peer doctor` of another member: what time it is here, and which version."""
+        await self._caller(context)
+        return self._metrics.sent(encode(Vitals(time=time.time(), version=installed_version())))
+
+    async def _collect(self, _frames: AsyncIterator[bytes], context: Context) -> None:
+        caller = await self._caller(context)
+        try:
+            await self._handler.collect(caller, Line(context))
+        except QuiverError as problem:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
+
     async def _order(self, frame: bytes, context: Context) -> bytes:
         caller = await self._caller(context)
         if caller != self._handler.name:
@@ -188,6 +214,14 @@ class Server:
     async def stop(self, grace: float) -> None:
         await self.healthy(False)
         await self._server.stop(grace)
+
+
+@functools.cache
+def installed_version() -> str:
+    try:
+        return importlib.metadata.version("quiverfl")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _health_service() -> Any:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import logging
-import os
-import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from quiverfl.config import Config, parse
-from quiverfl.data.dataset import Dataset
+from quiverfl.data.dataset import Dataset, Integers
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.splitting import Split, check_peer_method, splitting
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import (
     load_data,
@@ -31,19 +25,19 @@ from quiverfl.experiment import (
     share_out,
     topology_for,
 )
+from quiverfl.methods.contract import Method
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.joining import create_store, join_store
 from quiverfl.peer.learner import ShardLearner
 from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.node import Node
 from quiverfl.peer.peer_folder import OwnData, PeerFolder
-from quiverfl.peer.peer_settings import Outcome
 from quiverfl.peer.store import NoStore, Store
 from quiverfl.seeds import stream
+from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 
-HISTORY, CACHE = "history.jsonl", "cache"
+CACHE = "cache"
 Record = Callable[[dict[str, Any]], None]
 
 
@@ -62,34 +56,52 @@ def configuration(folder: PeerFolder) -> Config:
     return config
 
 
-def build_learner(folder: PeerFolder) -> tuple[ShardLearner, Topology, Config]:
+@dataclass(frozen=True, eq=False)
+class PeerParts:
+    """What a peer is made of, from its folder."""
+
+    learner: ShardLearner
+    method: Method
+    task: Task
+    topology: Topology
+    config: Config
+    partition: Partition
+    """Of all clients, as far as this peer knows their data."""
+    split: Split
+
+
+def build_learner(folder: PeerFolder) -> PeerParts:
     """The shard of this one client, with the same method objects as in a simulation."""
     config, number = configuration(folder), folder.number
     method = make_method(config)
+    check_peer_method(method)
     members = len(folder.roster.members)
     topology = topology_for(config, method, members)
-    if method.delay and folder.peers.mode == "sync":
-        raise QuiverError(
-            f"method.delay = {method.delay}: peers overlap by themselves in async mode; set "
-            'peers.mode = "async" and delay = 0.'
-        )
+    split = splitting(method, topology, config.run.rounds)
     dataset = dataset_of(folder, config)
-    data = _own_share(config, dataset, number) if folder.own.data is None else _all_of(dataset)
+    shares = share_out(config, dataset) if folder.own.data is None else _all_of(dataset)
+    data = _federated(config, dataset, shares)
+    data = data.only([number]) if folder.own.data is None else data
     task = make_task(config, dataset)
     settings = settings_of(config, members)
     epochs = settings.epochs_per_client
     mine = replace(
         settings,
         device=folder.own.device,
+        # A lone client has nobody to be computed together with.
+        executor="sequential" if settings.executor == "auto" else settings.executor,
         epochs_per_client=None if epochs is None else (epochs[number],),
     )
     shard = Shard(task, data, method, config.training.training(), mine, clients=[number])
-    return ShardLearner(shard, task, method), topology, config
+    if folder.own.data is not None:
+        shares = _placed(shares, number, members)
+    learner = ShardLearner(shard, task, method)
+    return PeerParts(learner, method, task, topology, config, shares, split)
 
 
-def _own_share(config: Config, dataset: Dataset, number: int) -> FederatedData:
+def _federated(config: Config, dataset: Dataset, shares: Partition) -> FederatedData:
     augment = None if config.data.augment == "none" else config.data.augment
-    return federate(dataset, share_out(config, dataset), augment).only([number])
+    return federate(dataset, shares, augment)
 
 
 def dataset_of(folder: PeerFolder, config: Config) -> Dataset:
@@ -129,27 +141,56 @@ def _held_out(dataset: Dataset, share: float) -> Dataset:
     )
 
 
-def _all_of(dataset: Dataset) -> FederatedData:
+def _all_of(dataset: Dataset) -> Partition:
     """Everything in the data set belongs to this one client."""
     parts = [np.arange(len(y)) for y in (dataset.train_y, dataset.test_y)]
     counts = [
         np.bincount(y, minlength=dataset.classes)[None] for y in (dataset.train_y, dataset.test_y)
     ]
-    return federate(dataset, Partition((parts[0],), (parts[1],), counts[0], counts[1]))
+    return Partition((parts[0],), (parts[1],), counts[0], counts[1])
+
+
+def _placed(own: Partition, number: int, clients: int) -> Partition:
+    """The one client of `own` among all of them, of whose data nothing is known."""
+
+    def tuples(part: tuple[Integers, ...]) -> tuple[Integers, ...]:
+        return tuple(part[0] if n == number else part[0][:0] for n in range(clients))
+
+    def rows(counts: Integers) -> Integers:
+        placed = np.zeros((clients, counts.shape[1]), dtype=np.int64)
+        placed[number] = counts[0]
+        return placed
+
+    return Partition(
+        tuples(own.train), tuples(own.test), rows(own.train_counts), rows(own.test_counts)
+    )
 
 
 async def assemble(
-    folder: PeerFolder, join: bool = False, trust_store: bool = False, record: Record = _ignore
+    folder: PeerFolder,
+    join: bool = False,
+    trust_store: bool = False,
+    record: Record = _ignore,
+    parts: PeerParts | None = None,
 ) -> Node:
     """A node on a folder, its store opened, founded or joined."""
     folder.identity()
-    learner, topology, config = build_learner(folder)
-    agreement = folder.agreement(learner.manifest)
-    store = await _opened(folder, learner, agreement, join)
+    parts = parts or build_learner(folder)
+    agreement = folder.agreement(parts.learner.manifest)
+    store = await _opened(folder, parts.learner, agreement, join)
     _check_agreement(folder, store, agreement)
-    settings = folder.settings(config.run.rounds, config.run.evaluate_every, trust_store)
+    run = parts.config.run
+    settings = folder.settings(run.rounds, run.evaluate_every, trust_store)
+    settings = replace(settings, copies=parts.split == "copies")
     return Node(
-        learner, topology, store, folder.path, agreement, settings, folder.limits(), record=record
+        parts.learner,
+        parts.topology,
+        store,
+        folder.path,
+        agreement,
+        settings,
+        folder.limits(),
+        record=record,
     )
 
 
@@ -162,23 +203,6 @@ def _check_agreement(folder: PeerFolder, store: Store, agreement: Agreement) -> 
         )
 
 
-async def run_peer(folder: PeerFolder, join: bool, trust_store: bool) -> Outcome:
-    """Everything from the folder to the end of the process."""
-    torch.set_num_threads(folder.own.threads or 1)
-    with (folder.path / HISTORY).open("a", buffering=1) as history:
-        node = await assemble(folder, join, trust_store, lambda line: _write(history, line))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, node.stop)
-        try:
-            return await node.run()
-        finally:
-            node.store.close()
-
-
-def _write(history: Any, line: dict[str, Any]) -> None:
-    history.write(json.dumps(line) + "\n")
-
-
 async def _opened(folder: PeerFolder, learner: ShardLearner, agreement: Any, join: bool) -> Store:
     try:
         return Store.open(folder.store)
@@ -188,17 +212,9 @@ async def _opened(folder: PeerFolder, learner: ShardLearner, agreement: Any, joi
         return create_store(folder.store, learner, agreement)
 
 
-def log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("quiverfl.peer")
-    logger.addHandler(handler)
-    logger.setLevel(os.environ.get("QUIVER_LOG", "INFO"))
-
-
 def restored_learner(folder: PeerFolder) -> ShardLearner:
     """The learner as its store has it, for export."""
-    learner, _, _ = build_learner(folder)
+    learner = build_learner(folder).learner
     store = Store.open(folder.store)
     _check_agreement(folder, store, folder.agreement(learner.manifest))
     try:
@@ -213,16 +229,3 @@ def restored_learner(folder: PeerFolder) -> ShardLearner:
         )
     learner.merge(memory.message, accounts.units / UNIT)
     return learner
-
-
-def history_of(path: Path) -> list[dict[str, Any]]:
-    """The rounds a peer has recorded; a line cut off by a crash is left out."""
-    try:
-        lines = (path / HISTORY).read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found

@@ -19,7 +19,7 @@ from quiverfl.peer.audit import Genuine
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import PAST, Transfer
 from quiverfl.peer.roster import Roster
-from quiverfl.peer.wire import Clock, Notice
+from quiverfl.peer.wire import Amendment, Clock, Notice
 
 SIGNER = {"share": "sender", "applied": "receiver", "refused": "receiver"}
 
@@ -127,6 +127,23 @@ def notice_holds(roster: Roster, agreement: str, notice: Notice) -> bool:
 def _notice_text(agreement: str, notice: Notice) -> bytes:
     fields = [agreement, notice.by, notice.about, notice.store, notice.ban]
     return b"quiver eviction\0" + json.dumps(fields).encode()
+
+
+def amendment(papers: Identity, agreement: str, amendment: Amendment) -> Amendment:
+    """The member's word on changed terms of the run, signed."""
+    signature = papers.sign(_amendment_text(agreement, amendment))
+    return amendment.model_copy(update={"proof": f"{papers.point} {signature}"})
+
+
+def amendment_holds(roster: Roster, agreement: str, amendment: Amendment) -> bool:
+    text = _amendment_text(agreement, amendment)
+    return bool(amendment.proof) and _signed(roster, amendment.by, amendment.proof, text)
+
+
+def _amendment_text(agreement: str, amendment: Amendment) -> bytes:
+    terms = amendment.terms
+    fields = [agreement, amendment.by, terms.since, terms.rounds, terms.lr]
+    return b"quiver amendment\0" + json.dumps(fields).encode()
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import secrets
 import sqlite3
 import threading
@@ -24,12 +25,14 @@ from quiverfl.peer import schema
 from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
     cannot_write,
+    file_size,
     read_checked,
     remove_all_but,
     write_durably,
 )
 from quiverfl.peer.ledger import PAST, Accounts, Transfer
 from quiverfl.peer.manifest import Leaves
+from quiverfl.peer.wire import Terms
 
 Trace = Callable[[str], None]
 """Called at named points, so that a test can crash there."""
@@ -93,7 +96,7 @@ class Store:
             raise cannot_write(folder, problem) from problem
         if schema.exists(store._database):
             raise QuiverError(f"{folder} already holds a peer's store; it is not overwritten.")
-        changes: list[schema.Change] = [(schema.CREATE, None)]
+        changes: list[schema.Change] = [(schema.CREATE, None), (schema.LATER, ())]
         for key, value in {
             "incarnation": incarnation or secrets.token_hex(8),
             "agreement": agreement,
@@ -112,6 +115,7 @@ class Store:
             if not schema.exists(store._database):
                 store.close()
                 raise NoStore(f"{folder} was never finished: quiver peer run makes it again.")
+            store._database.execute(schema.LATER)
             named = {name for name, _ in store._rows("SELECT name, digest FROM files")}
             remove_all_but(folder, named.__contains__)
         except (OSError, sqlite3.Error) as problem:
@@ -138,14 +142,32 @@ class Store:
         name, digest = self._rows("SELECT name, digest FROM files WHERE role = 'state'")[0]
         return Memory.unpacked(read_checked(self.folder / name, digest))
 
+    def nbytes(self) -> int:
+        """What the folder takes on disk."""
+        found = 0
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):  # replaced in the meantime
+                found += path.stat().st_size
+        return found
+
     def payload(self, digest: str) -> bytes:
         return read_checked(self.folder / f"share-{digest}", digest)
+
+    def payload_size(self, digest: str) -> int:
+        return file_size(self.folder / f"share-{digest}")
 
     def shown(self) -> dict[str, str]:
         return {row[0]: row[1] for row in self._rows("SELECT sender, body FROM shown")}
 
     def notices(self) -> list[str]:
         return [row[0] for row in self._rows("SELECT body FROM notices ORDER BY rowid")]
+
+    def amendments(self) -> list[str]:
+        return [row[0] for row in self._rows("SELECT body FROM amendments ORDER BY rowid")]
+
+    def terms(self) -> list[Terms]:
+        """The amendments that all have agreed to, in the order of their rounds."""
+        return [Terms.model_validate(terms) for terms in json.loads(self.meta("terms") or "[]")]
 
     def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
         """Shares taken from others than `receiver`, in the order they came, from `rows` on."""
@@ -165,6 +187,12 @@ class Store:
 
     def note_notice(self, body: str) -> None:
         self._commit("notice", None, [schema.notice(body)])
+
+    def note_amendment(self, body: str) -> None:
+        self._commit("amendment", None, [schema.amendment(body)])
+
+    def note_terms(self, terms: Iterable[Terms]) -> None:
+        self.note("terms", json.dumps([one.model_dump() for one in terms]))
 
     def note_shown(self, sender: str, body: str) -> None:
         self._commit("shown", None, [schema.shown(sender, body)])

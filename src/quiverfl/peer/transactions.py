@@ -10,18 +10,23 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quiverfl.engine.shares import added, averaged, scaled, split_mass
 from quiverfl.peer import ledger
 from quiverfl.peer.audit import Entry
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
-from quiverfl.peer.manifest import Leaves, Manifest, added, magnitude, scaled, total
+from quiverfl.peer.manifest import Leaves, Manifest, magnitude, total
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.wire import Clock
 
 Result = TypeVar("Result")
+Moved = list[tuple[int, float]]
+"""Units and sums of numbers that a commit takes in or gives out."""
+Weigh = Callable[[Sequence[Transfer]], tuple[int, list[int]]]
+"""The weights of the own message and of each of these copies."""
 
 
 def first_entry(kind: str, message: Leaves, round: int = 0) -> Entry:
@@ -98,71 +103,115 @@ class Transactions:
         def transaction() -> list[Transfer]:
             # A neighbour may have left or been evicted since it was chosen.
             open = {p: part for p, part in parts.items() if ledger.free(self.accounts, p)}
-            units = ledger.portions(self.accounts.units, open, home) if open else {}
-            units = {receiver: count for receiver, count in units.items() if count}
-            whole = home + sum(parts[receiver] for receiver in units) if units else 1
-            sealed = {part: _sealed(message, part, whole) for part in set(parts.values())}
-            payloads = (
-                {digest: self._manifest.pack(share) for share, digest, _ in sealed.values()}
-                if units
-                else {}
-            )
+            units, whole = split_mass(self.accounts.units, open, home)
+            sealed = {
+                part: self._sealed(scaled(message, part, whole))
+                for part in {parts[peer] for peer in units}
+            }
             shares = {
-                peer: Share(count, sealed[parts[peer]][1], sealed[parts[peer]][2])
+                peer: (Share(count, *sealed[parts[peer]][1:]), sealed[parts[peer]][0])
                 for peer, count in units.items()
             }
             own = scaled(message, home, whole) if units else message
-            accounts = ledger.witness(self.accounts, self._witnessed)
-            accounts = ledger.push(accounts, round, shares)
-            entry = self._entry(
-                "push",
-                accounts,
-                own,
-                outgoing=[(share.units, share.total) for share in shares.values()],
-                trained=total(message) - self._total,
-            )
-            memory = Memory(own, rest)
-            transfers = [accounts.outbox[peer] for peer in shares]
-            self._store.push(accounts, memory, transfers, payloads, entry)
-            self._become(accounts, memory, entry)
-            return transfers
+            outgoing = [(share.units, share.total) for share, _ in shares.values()]
+            return self._pushed(round, message, own, rest, shares, outgoing)
 
         return await self._alone(transaction)
+
+    async def push_copies(
+        self, round: int, message: Leaves, rest: Leaves, to: Iterable[str]
+    ) -> list[Transfer]:
+        """The whole message to each; no mass moves, and the receiver weighs it."""
+        chosen = list(to)
+
+        def transaction() -> list[Transfer]:
+            open = [peer for peer in chosen if ledger.free(self.accounts, peer)]
+            payload, digest, value = self._sealed(message) if open else (b"", "", 0.0)
+            shares = {peer: (Share(0, digest, value), payload) for peer in open}
+            return self._pushed(round, message, message, rest, shares, [])
+
+        return await self._alone(transaction)
+
+    def _sealed(self, share: Leaves) -> tuple[bytes, str, float]:
+        """(its bytes, what names them, the sum of its numbers)."""
+        payload = self._manifest.pack(share)
+        return payload, hashlib.sha256(payload).hexdigest(), total(share)
+
+    def _pushed(
+        self,
+        round: int,
+        message: Leaves,
+        own: Leaves,
+        rest: Leaves,
+        shares: Mapping[str, tuple[Share, bytes]],
+        outgoing: Moved,
+    ) -> list[Transfer]:
+        accounts = ledger.witness(self.accounts, self._witnessed)
+        accounts = ledger.push(accounts, round, {p: share for p, (share, _) in shares.items()})
+        trained = total(message) - self._total
+        entry = self._entry("push", accounts, own, outgoing=outgoing, trained=trained)
+        memory = Memory(own, rest)
+        transfers = [accounts.outbox[peer] for peer in shares]
+        payloads = {share.digest: payload for share, payload in shares.values()}
+        self._store.push(accounts, memory, transfers, payloads, entry)
+        self._become(accounts, memory, entry)
+        return transfers
 
     async def absorb(
         self,
         receipts: Iterable[tuple[Transfer, Leaves]],
         refunds: Iterable[Transfer],
-        rest: Leaves,
         finish: bool,
+        weigh: Weigh | None = None,
     ) -> None:
         """Merge in the order given; the receipts may be acknowledged once this returns.
 
-        A share whose sender was evicted after it was chosen is dropped: its link's past is filed
-        away by then, and nobody's records would have this share. A refund whose receiver was
-        evicted is written off already.
+        Shares are added up; copies are averaged with the weights that `weigh` has for them. A share
+        whose sender was evicted after it was chosen is dropped: its link's past is filed away by
+        then, and nobody's records would have this share. A refund whose receiver was evicted is
+        written off already.
         """
         chosen, due = list(receipts), list(refunds)
 
         def transaction() -> None:
             receipts = [pair for pair in chosen if not self.accounts.link(pair[0].sender).gone]
             refunds = [r for r in due if self.accounts.link(r.receiver).outbox == r]
-            payloads = [share for _, share in receipts]
-            payloads += [
-                self._manifest.unpack(self._store.payload(refund.digest)) for refund in refunds
-            ]
             transfers = [transfer for transfer, _ in receipts]
-            message = added(self.memory.message, payloads)
             accounts = ledger.witness(self.accounts, self._witnessed)
             accounts = ledger.absorb(accounts, transfers, refunds)
-            incoming = [(t.units, t.total) for t in (*transfers, *refunds)]
-            entry = self._entry("absorb", accounts, message, incoming=incoming)
+            message, incoming, outgoing = (
+                self._sum(receipts, refunds) if weigh is None else self._mean(receipts, weigh)
+            )
+            entry = self._entry("absorb", accounts, message, incoming, outgoing)
             accounts = ledger.finish_round(accounts) if finish else accounts
-            memory = Memory(message, rest)
+            memory = Memory(message, self.memory.rest)
             self._store.absorb(accounts, memory, transfers, refunds, entry)
             self._become(accounts, memory, entry)
 
         await self._alone(transaction)
+
+    def _sum(
+        self, receipts: Sequence[tuple[Transfer, Leaves]], refunds: Sequence[Transfer]
+    ) -> tuple[Leaves, Moved, Moved]:
+        payloads = [share for _, share in receipts]
+        payloads += [self._manifest.unpack(self._store.payload(r.digest)) for r in refunds]
+        moved = [(t.units, t.total) for t in (*(transfer for transfer, _ in receipts), *refunds)]
+        return added(self.memory.message, payloads), moved, []
+
+    def _mean(
+        self, receipts: Sequence[tuple[Transfer, Leaves]], weigh: Weigh
+    ) -> tuple[Leaves, Moved, Moved]:
+        """Copies: the books have what each of them and the own message weighed in the mean."""
+        own, others = weigh([transfer for transfer, _ in receipts])
+        whole = (own + sum(others)) or 1
+        incoming = [
+            (0, weight / whole * transfer.total)
+            for (transfer, _), weight in zip(receipts, others, strict=True)
+        ]
+        copies = [(copy, weight) for (_, copy), weight in zip(receipts, others, strict=True)]
+        message = averaged(self.memory.message, own, copies)
+        left = (0, (whole - own) / whole * self._total if own + sum(others) else 0.0)
+        return message, incoming, [left]
 
     def _entry(
         self,
@@ -256,11 +305,3 @@ def evict_at_rest(folder: Path, peer: str, ban: bool = False) -> int:
     finally:
         store.close()
     return after.written_off - before.written_off
-
-
-def _sealed(message: Leaves, part: int, whole: int) -> tuple[Leaves, str, float]:
-    share = scaled(message, part, whole)
-    digest = hashlib.sha256()
-    for name in sorted(share):
-        digest.update(share[name].tobytes())
-    return share, digest.hexdigest(), total(share)

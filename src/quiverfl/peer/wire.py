@@ -12,14 +12,23 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    model_serializer,
+)
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.ledger import Transfer
 
-PROTOCOL = 2
+PROTOCOL, OLDEST = 3, 2
+"""The newest version this peer speaks, and the oldest it still understands."""
 CHUNK = 1 << 20
 CONTROL_LIMIT = 1 << 14
 """A control message is far smaller; a longer one is refused unread."""
@@ -87,6 +96,15 @@ class Hello(_Control):
     notices: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""  # their hash
     leaving: bool = False
     finished: bool = False
+    amendments: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""  # from 3 on
+
+    @model_serializer(mode="wrap")
+    def _as_spoken(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Whoever speaks an older version knows nothing of newer fields."""
+        said: dict[str, Any] = whole(self)
+        if self.protocol < 3:
+            said.pop("amendments")
+        return said
 
 
 class Greeting(_Control):
@@ -107,7 +125,7 @@ class Announcement(_Control):
     incarnation: Token
     seq: Annotated[int, Field(ge=1, lt=2**62)]
     round: Count
-    units: Annotated[int, Field(ge=1, lt=2**62)]
+    units: Count  # 0 for a copy, which carries no mass
     nbytes: Count
     digest: Hash
     proof: Proof = ""  # this share, signed by its sender
@@ -187,12 +205,42 @@ class NoticeList(_Control):
     notices: Annotated[list[Notice], Field(max_length=NOTICES)]
 
 
+class Vitals(_Control):
+    """What a peer tells a doctor of another member: enough to compare clocks and versions."""
+
+    time: Annotated[float, Field(allow_inf_nan=False)]
+    version: Annotated[str, StringConstraints(max_length=64)]
+    protocol: int = PROTOCOL
+    oldest: int = OLDEST
+
+
+class Terms(_Control):
+    """What a run is changed to, and from which round on."""
+
+    since: Count
+    rounds: Annotated[int, Field(ge=1, lt=2**62)] | None = None
+    lr: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)] | None = None
+
+
+class Amendment(_Control):
+    """A member agrees to a change of the run, in its own hand."""
+
+    by: Name
+    terms: Terms
+    proof: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{66} [0-9a-f]{1,160})?$")] = ""
+
+
+class AmendmentList(_Control):
+    amendments: Annotated[list[Amendment], Field(max_length=NOTICES)]
+
+
 class Order(_Control):
     """What the owner of a peer asks of it, over its own certificate."""
 
-    action: Literal["status", "leave", "evict", "stop"]
+    action: Literal["status", "leave", "evict", "stop", "amend"]
     peer: Name | None = None
     ban: bool = False
+    terms: Terms | None = None
 
 
 AnyControl = TypeVar("AnyControl", bound=_Control)
@@ -221,14 +269,19 @@ def decode_hello(frame: bytes) -> Hello:
         return decode(Hello, frame)
     except WireError:
         theirs = _protocol(frame)
-        if theirs not in (None, PROTOCOL):
+        if theirs is not None and theirs not in range(OLDEST, PROTOCOL + 1):
             raise WireError("protocol", other_protocol(theirs)) from None
         raise
 
 
-def other_protocol(theirs: object) -> str:
+OTHER_PROTOCOL = "the caller speaks protocol"
+
+
+def other_protocol(theirs: object, newest: int = PROTOCOL) -> str:
+    """Every version has begun this sentence so: a caller may then try an older one."""
+    mine = " or ".join(str(version) for version in range(OLDEST, newest + 1))
     return (
-        f"the caller speaks protocol {str(theirs)[:16]}, this peer protocol {PROTOCOL}: install "
+        f"{OTHER_PROTOCOL} {str(theirs)[:16]}, this peer protocol {mine}: install "
         "the same version of quiverfl on all peers of a run."
     )
 

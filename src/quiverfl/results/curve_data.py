@@ -121,6 +121,10 @@ def is_agreed(group: Group) -> bool:
     return bool(len(distance)) and bool((distance == 0).all())
 
 
+def records_consensus(group: Group) -> bool:
+    return bool(len(extremes(group, "consensus", np.mean)))
+
+
 def has_consensus(groups: Sequence[Group]) -> bool:
     return any(bool((extremes(group, "consensus", np.mean) > 0).any()) for group in groups)
 

@@ -11,6 +11,7 @@ from typing import Any
 from quiverfl.experiment_keys import experiment_settings, flat
 from quiverfl.results import palette
 from quiverfl.results.palette import Style
+from quiverfl.results.peer_runs import joined_peers
 from quiverfl.results.run_files import RunResult
 from quiverfl.results.summary import headline
 
@@ -50,8 +51,11 @@ class Group:
 
 
 def group_runs(runs: Iterable[RunResult]) -> list[Group]:
-    """The experiments among some runs: Quiver's methods in their order, then others by title."""
-    sorted_groups = sorted(_together(runs), key=lambda group: _place(group[0]))
+    """The experiments among some runs: Quiver's methods in their order, then others by title.
+
+    What the peers of one run recorded, each of itself, is one run.
+    """
+    sorted_groups = sorted(_together(joined_peers(runs)), key=lambda group: _place(group[0]))
     labels = _labels([group[0] for group in sorted_groups])
     styles = palette.styles([group[0].method for group in sorted_groups])
     return [
@@ -123,6 +127,8 @@ def _labels(runs: list[RunResult]) -> list[str]:
 
 
 def _words(key: str, value: Any) -> str:
+    if key == "peers.mode":
+        return f"peers, {value}"
     last = key.rsplit(".", 1)[-1]
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if last == "name" else f"{last} {text}"

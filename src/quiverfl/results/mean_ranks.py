@@ -15,7 +15,7 @@ LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeanRanks:
     """Mean ranks over cases, 1 is the best, the best method first."""
 
     methods: tuple[str, ...]
@@ -38,7 +38,7 @@ class Ranks:
         return found
 
 
-def ranks(scores: pd.DataFrame) -> Ranks | None:
+def ranks(scores: pd.DataFrame) -> MeanRanks | None:
     """From scores, cases in rows and methods in columns, larger is better.
 
     Cases in which a method is missing are left out. None with fewer than three methods or two
@@ -52,7 +52,7 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
     mean = places.mean(axis=0).sort_values(kind="stable")
     alike = bool((places.nunique(axis=1) == 1).all())
     p = 1.0 if alike else float(stats.friedmanchisquare(*(whole[c] for c in whole)).pvalue)
-    return Ranks(
+    return MeanRanks(
         methods=tuple(map(str, mean.index)),
         mean=tuple(float(rank) for rank in mean),
         cases=cases,
@@ -67,7 +67,7 @@ def critical_difference(methods: int, cases: int) -> float:
     return q * math.sqrt(methods * (methods + 1) / (6 * cases))
 
 
-def words(found: Ranks) -> str:
+def words(found: MeanRanks) -> str:
     """What the ranks say, in a sentence or two."""
     listed = ", ".join(f"{m} {r:.2f}" for m, r in zip(found.methods, found.mean, strict=True))
     verdict = (
@@ -82,7 +82,7 @@ def words(found: Ranks) -> str:
     )
 
 
-def draw_ranks(axes: Axes, found: Ranks, titles: Sequence[str]) -> None:
+def draw_ranks(axes: Axes, found: MeanRanks, titles: Sequence[str]) -> None:
     """The critical-difference diagram: bars join what cannot be told apart."""
     count = len(found.mean)
     half = (count + 1) // 2

@@ -13,6 +13,7 @@ from quiverfl.results.curve_data import (
     has_moving_mass,
     is_agreed,
     metrics_shown,
+    records_consensus,
 )
 from quiverfl.results.figures import draw_curves
 from quiverfl.results.groups import Group
@@ -170,6 +171,12 @@ def mass(groups: Sequence[Group]) -> Markup:
     agreed = [group.label for group in groups if is_agreed(group)]
     if agreed:
         words.append(f"The shared parts are equal after every round: {', '.join(agreed)}.")
+    without = [group.label for group in groups if not records_consensus(group)]
+    if without:
+        words.append(
+            "No consensus distance, as nothing was evaluated yet or no field of the method's "
+            f"state is declared Shared: {', '.join(without)}."
+        )
     return section(
         "mass",
         "Push-sum weight and consensus",

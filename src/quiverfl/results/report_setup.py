@@ -16,6 +16,7 @@ from quiverfl.references import is_reference
 from quiverfl.results.figures import picture
 from quiverfl.results.groups import Group
 from quiverfl.results.html import Markup, tag
+from quiverfl.results.recorded_graphs import watched
 from quiverfl.results.report_parts import (
     differences_table,
     lead,
@@ -57,7 +58,18 @@ def topology(groups: Sequence[Group]) -> Markup:
         "filled clients train in this round."
     )
     pictures = panels(drawn, "graph-", "panels small") if drawn else Markup()
-    return section("graph", "Graph of a round", lead(words), *_cut(kinds), pictures, *problems)
+    parts = (*_cut(kinds), pictures, *problems, *_over_time(groups))
+    return section("graph", "Graph of a round", lead(words), *parts)
+
+
+def _over_time(groups: Sequence[Group]) -> list[Markup]:
+    """Of graphs that depend on the run: whether they stayed connected, one line for each run."""
+    found = [(group.label, run, watched(run)) for group in groups for run in group.runs]
+    return [
+        tag("p", f"{label}, seed {run.seed}, {run.topology}: {watch.words()}")
+        for label, run, watch in found
+        if watch is not None
+    ]
 
 
 def configuration(groups: Sequence[Group]) -> Markup:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,8 @@ class RunResult:
     finished: bool
     diverged: tuple[int, int] | None
     """(round, client) at which training produced a number that is not finite."""
+    member: Mapping[str, Any] = field(default_factory=dict)
+    """Of what one peer recorded: its name, its client's number, the run and its mode."""
 
     @cached_property
     def method(self) -> str:
@@ -193,6 +195,7 @@ def read_run(folder: Path) -> RunResult:
         protocol=_protocol(summary.get("protocol")),
         finished=bool(summary.get("finished", False)),
         diverged=_place(summary.get("diverged")),
+        member=_mapping(written.get("member")),
     )
 
 

@@ -16,7 +16,7 @@ from quiverfl.data.sources import check_source
 from quiverfl.engine.fit import fitting
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import DataShelf, Experiment, make_method, topology_for
-from quiverfl.models import check_model
+from quiverfl.models import checked_factory
 from quiverfl.sweeps.plan import Cell
 
 Reasons = dict[str, list[Cell]]
@@ -60,7 +60,7 @@ def check_alone(config: Config, clients: int | None) -> None:
     data = config.data
     check_source(data.name, data.options)
     partition_options(data.partition, data.partition_options())
-    check_model(config.model.name, config.model.options())
+    checked_factory(config.model.name, config.model.options())
     method = make_method(config)
     if clients is not None:
         fitting(method, topology_for(config, method, clients)(0))

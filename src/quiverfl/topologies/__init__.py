@@ -10,6 +10,7 @@ from typing import Any
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.references import is_reference, load_callable, origin
 from quiverfl.topologies.analysis import TopologyReport, analyse
+from quiverfl.topologies.choosing import bandit_push, loss_push, similar_push
 from quiverfl.topologies.fixed import (
     directed_ring,
     exponential,
@@ -27,13 +28,17 @@ from quiverfl.topologies.random import erdos_renyi, random_pull, random_push, ra
 from quiverfl.topologies.star import star
 from quiverfl.topologies.topology import Topology
 from quiverfl.topologies.unreliable import Exchange, unreliable
+from quiverfl.topologies.view import Looks, View
 
 __all__ = [
     "TOPOLOGIES",
     "Graph",
+    "Looks",
     "Topology",
     "TopologyReport",
+    "View",
     "analyse",
+    "bandit_push",
     "custom",
     "directed_ring",
     "erdos_renyi",
@@ -44,6 +49,7 @@ __all__ = [
     "full",
     "grid",
     "isolated",
+    "loss_push",
     "make_topology",
     "metropolis",
     "one_peer_exponential",
@@ -52,13 +58,20 @@ __all__ = [
     "random_push",
     "random_regular",
     "ring",
+    "similar_push",
     "star",
     "topology_options",
     "torus",
     "unreliable",
 ]
 
-EXCHANGES: dict[str, Exchange] = {"random_push": "push", "random_pull": "pull"}
+EXCHANGES: dict[str, Exchange] = {
+    "random_push": "push",
+    "random_pull": "pull",
+    "loss_push": "push",
+    "similar_push": "push",
+    "bandit_push": "push",
+}
 """What these are whatever their weights; others are judged by their matrix."""
 COMMON_OPTIONS = ("participation", "link_failure")
 """Those that all topologies have."""
@@ -77,6 +90,9 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "grid": grid,
     "torus": torus,
     "full": full,
+    "loss_push": loss_push,
+    "similar_push": similar_push,
+    "bandit_push": bandit_push,
 }
 
 
@@ -157,6 +173,7 @@ def _own(
     if isinstance(made, Topology):
         topology = made
     elif callable(made):
+        _of_the_round(name, made)
         topology = custom(made, clients)
     else:
         raise QuiverError(
@@ -169,3 +186,16 @@ def _own(
             "were asked for: make it from the argument `clients`, or change data.clients."
         )
     return replace(topology, name=name, options=dict(options))
+
+
+def _of_the_round(name: str, function: Callable[..., Any]) -> None:
+    """Refuse a function of (round, view) that does not say what it looks at."""
+    try:
+        signature(function).bind(0)
+    except TypeError:
+        raise QuiverError(
+            f"topology {name!r} returned a function that cannot be called with the round alone: "
+            "one of (round, view) is returned as custom(function, clients, looks=Looks(loss=True))."
+        ) from None
+    except ValueError:
+        return  # Python does not know what it takes

@@ -16,6 +16,7 @@ from scipy import sparse
 from quiverfl.topologies.arguments import whole
 from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers
 from quiverfl.topologies.topology import Topology, downloads, links, uploads
+from quiverfl.topologies.unchanging import first_graphs
 
 PRODUCT_LIMIT = 500
 """Clients up to which products of matrices and their norms are computed."""
@@ -87,9 +88,9 @@ class TopologyReport:
 
 
 def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> TopologyReport:
-    """Look at rounds 0 … rounds - 1."""
+    """Look at rounds 0 … rounds - 1 (see first_graphs for topologies that look)."""
     rounds = whole("analyse", "rounds", rounds, 1, None, "there is no round to look at")
-    graphs = [topology(round) for round in range(rounds)]
+    graphs = first_graphs(topology, rounds)
     fixed = all(_same(graphs[0], graph) for graph in graphs[1:])
     columns = all(graph.column_stochastic for graph in graphs)
     symmetric = all(_symmetric(graph) for graph in _distinct(graphs, fixed))
@@ -112,8 +113,8 @@ def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> Top
         symmetric=symmetric,
         fixed=fixed,
         active=float(np.mean([graph.active.sum() for graph in graphs])),
-        sent=_spread([uploads(graph) for graph in graphs]),
-        received=_spread([downloads(graph) for graph in graphs]),
+        sent=spread([uploads(graph) for graph in graphs]),
+        received=spread([downloads(graph) for graph in graphs]),
         window=window,
         diameter=diameter,
         window_diameter=window_diameter,
@@ -133,15 +134,47 @@ def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> Top
 
 def connectivity_window(graphs: Sequence[Graph]) -> int | None:
     """The smallest B such that the union of any B consecutive graphs is strongly connected."""
-    if not _connected(_union(graphs)):
-        return None
-    patterns = [graph.sparse for graph in graphs]
-    unions = patterns
-    for window in range(1, len(graphs)):
-        if all(_connected(union) for union in unions):
-            return window
-        unions = [union + new for union, new in zip(unions, patterns[window:], strict=False)]
-    return len(graphs)
+    return smallest_window(connected_by(graphs))
+
+
+def smallest_window(ends: Sequence[int | None]) -> int | None:
+    """B from what `connected_by` found."""
+    rounds = len(ends)
+    lengths = [rounds + 1 if end is None else end - t + 1 for t, end in enumerate(ends)]
+    windows = range(1, rounds + 1)
+    return next((b for b in windows if max(lengths[: rounds - b + 1]) <= b), None)
+
+
+def connected_by(graphs: Sequence[Graph]) -> list[int | None]:
+    """For every round the one by which the graphs since then are strongly connected together."""
+    patterns = [graph.sparse.astype(bool).astype(np.int64) for graph in graphs]
+    links, end = sparse.csr_array(patterns[0].shape, dtype=np.int64), -1
+    ends: list[int | None] = []
+    for start in range(len(graphs)):
+        while end < start or not strongly_connected(links):
+            end += 1
+            if end == len(graphs):
+                return ends + [None] * (len(graphs) - start)
+            links = links + patterns[end]
+        ends.append(end)
+        links = links - patterns[start]
+        links.eliminate_zeros()
+    return ends
+
+
+def union(graphs: Sequence[Graph]) -> sparse.csr_array:
+    """The links of all of them."""
+    links = graphs[0].sparse
+    for graph in graphs[1:]:
+        links = links + graph.sparse
+    return links
+
+
+def strongly_connected(links: sparse.csr_array) -> bool:
+    from scipy.sparse.csgraph import connected_components
+
+    parts, _ = connected_components(links, directed=True, connection="strong")
+    return parts == 1
 
 
 def measured_contraction(
@@ -199,7 +232,7 @@ def _connectivity(
     diameter = diameter_of(distinct[0].sparse)
     if window is None or window == 1:
         return window, diameter, diameter if window else None
-    return window, diameter, diameter_of(_union(distinct[:window]))
+    return window, diameter, diameter_of(union(distinct[:window]))
 
 
 def _if_small(topology: Topology, limit: int, figure: str, left_out: list[str]) -> bool:
@@ -229,20 +262,6 @@ def _symmetric(graph: Graph) -> bool:
         weights = graph.matrix.data
         return len(weights) == graph.clients and bool(np.ptp(weights) <= TOLERANCE)
     return bool(np.abs(graph.matrix - graph.matrix.T).max() <= TOLERANCE)
-
-
-def _union(graphs: Sequence[Graph]) -> sparse.csr_array:
-    union = graphs[0].sparse
-    for graph in graphs[1:]:
-        union = union + graph.sparse
-    return union
-
-
-def _connected(links: sparse.csr_array) -> bool:
-    from scipy.sparse.csgraph import connected_components
-
-    parts, _ = connected_components(links, directed=True, connection="strong")
-    return parts == 1
 
 
 def _mixed(graph: Graph, values: Floats) -> Floats:
@@ -284,6 +303,7 @@ def _traffic(graph: Graph) -> tuple[int, int]:
     return int(uploads(graph).sum()), int(both.max())
 
 
-def _spread(counts: list[Integers]) -> Spread:
+def spread(counts: list[Integers]) -> Spread:
+    """Over all clients and rounds."""
     everything = np.concatenate(counts)
     return Spread(float(everything.min()), float(everything.mean()), float(everything.max()))

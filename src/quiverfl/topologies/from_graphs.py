@@ -13,6 +13,7 @@ from quiverfl.errors import QuiverError, nearest
 from quiverfl.topologies.arguments import checked_clients
 from quiverfl.topologies.graph import Floats, Graph, Integers
 from quiverfl.topologies.topology import Topology, from_entries
+from quiverfl.topologies.view import Looks, View, not_too_many
 
 if TYPE_CHECKING:  # only to name the type: networkx is the caller's, and slow to import
     import networkx as nx
@@ -86,13 +87,18 @@ def from_matrix(matrix: Any) -> Topology:
     return Topology.fixed("from_matrix", as_graph("from_matrix", matrix, None))
 
 
-def custom(function: Callable[[int], Graph | Matrix], clients: int) -> Topology:
+def custom(
+    function: Callable[..., Graph | Matrix], clients: int, looks: Looks | None = None
+) -> Topology:
     """Your own function of the round: a Graph, or a matrix weights[receiver, sender].
 
-    It must be pure: the same round gives the same graph, whoever asks and how often.
+    It must be pure: the same round gives the same graph, whoever asks and how often. With `looks`
+    it is a function of (round, view), and the view has what was asked for.
     """
     clients = checked_clients("custom", clients)
-    return Topology("custom", clients, partial(_asked, function, clients))
+    if looks is not None:
+        not_too_many("custom", clients)
+    return Topology("custom", clients, partial(_asked, function, clients), looks=looks)
 
 
 def as_graph(name: str, matrix: Any, clients: int | None) -> Graph:
@@ -157,5 +163,5 @@ def _diagonal(clients: int) -> Integers:
     return np.arange(clients) * (clients + 1)
 
 
-def _asked(function: Callable[[int], Graph | Matrix], clients: int, round: int) -> Graph:
-    return as_graph(f"custom topology, round {round}", function(round), clients)
+def _asked(function: Callable[..., Graph | Matrix], clients: int, round: int, *view: View) -> Graph:
+    return as_graph(f"custom topology, round {round}", function(round, *view), clients)

@@ -12,6 +12,7 @@ from quiverfl.topologies.arguments import share
 from quiverfl.topologies.graph import Flags, Graph
 from quiverfl.topologies.star import sample
 from quiverfl.topologies.topology import Topology, from_entries
+from quiverfl.topologies.view import View
 
 Keeper: TypeAlias = Literal["sender", "receiver"]
 
@@ -41,17 +42,22 @@ def participating(
     if kept_by is not None:
         options["kept_by"] = kept_by
     draw = partial(_draw, topology, fraction, seed, kept_by)
-    return Topology(topology.name, topology.clients, draw, options)
+    return Topology(topology.name, topology.clients, draw, options, topology.looks)
 
 
 def _draw(
-    topology: Topology, fraction: float, seed: int, kept_by: Keeper | None, round: int
+    topology: Topology,
+    fraction: float,
+    seed: int,
+    kept_by: Keeper | None,
+    round: int,
+    view: View | None = None,
 ) -> Graph:
     clients = topology.clients
     count = max(1, int(fraction * clients + 0.5))
     online = np.zeros(clients, dtype=bool)
     online[sample(clients, count, seed, "participation", round)] = True
-    graph = topology(round)
+    graph = topology(round, view)
     return _without(graph, online, kept_by or _keeper(graph, topology.name))
 
 

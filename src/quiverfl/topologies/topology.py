@@ -10,26 +10,41 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
+from quiverfl.errors import QuiverError
 from quiverfl.topologies.graph import Flags, Floats, Graph, Integers
 from quiverfl.topologies.shown_graph import ShownTopology
+from quiverfl.topologies.view import Looks, View
 
 
 @dataclass(frozen=True, repr=False)
 class Topology(ShownTopology):
-    """Round → Graph, a pure function of (seed, round), with the options that made it."""
+    """Round → Graph, a pure function of (seed, round), with the options that made it.
+
+    One that `looks` is a pure function of what clients know of each other, too (see View).
+    """
 
     name: str
     clients: int
-    draw: Callable[[int], Graph] = field(repr=False, compare=False)
+    draw: Callable[..., Graph] = field(repr=False, compare=False)
+    """round → Graph, or (round, view) → Graph if it looks."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    looks: Looks | None = None
 
     @classmethod
     def fixed(cls, name: str, graph: Graph, **options: Any) -> Topology:
         """The same graph in every round."""
         return cls(name, graph.clients, partial(_always, graph), options)
 
-    def __call__(self, round: int) -> Graph:
-        return self.draw(round)
+    def __call__(self, round: int, view: View | None = None) -> Graph:
+        if self.looks is None:
+            return self.draw(round)
+        if view is None and round:
+            raise QuiverError(
+                f"{self.name} looks at what the rounds before left, so its graph of round {round} "
+                "is not known without them: give topology(round, view), or run it and look at "
+                "what the run recorded (quiver topology show FOLDER)."
+            )
+        return self.draw(round, View.nothing(self.looks, self.clients) if view is None else view)
 
 
 def _always(graph: Graph, round: int) -> Graph:

@@ -12,6 +12,7 @@ from quiverfl.seeds import hashed
 from quiverfl.topologies.arguments import share
 from quiverfl.topologies.graph import TOLERANCE, Flags, Graph, Integers
 from quiverfl.topologies.topology import Topology, from_entries
+from quiverfl.topologies.view import View
 
 Exchange: TypeAlias = Literal["push", "pull", "both"]
 BITS = 53
@@ -38,7 +39,7 @@ def unreliable(
     kind = exchange or _kind(first, topology.name)
     options = {**topology.options, "link_failure": failure, "link_failure_seed": seed}
     draw = partial(_draw, topology, failure, seed, kind)
-    return Topology(topology.name, topology.clients, draw, options)
+    return Topology(topology.name, topology.clients, draw, options, topology.looks)
 
 
 def failed(failure: float, seed: int, round: int, receivers: Integers, senders: Integers) -> Flags:
@@ -48,8 +49,15 @@ def failed(failure: float, seed: int, round: int, receivers: Integers, senders: 
     return lost
 
 
-def _draw(topology: Topology, failure: float, seed: int, kind: Exchange, round: int) -> Graph:
-    graph = topology(round)
+def _draw(
+    topology: Topology,
+    failure: float,
+    seed: int,
+    kind: Exchange,
+    round: int,
+    view: View | None = None,
+) -> Graph:
+    graph = topology(round, view)
     links = graph.sparse.tocoo()
     receivers = links.row.astype(np.int64)
     senders = links.col.astype(np.int64)

@@ -24,7 +24,7 @@ from quiverfl.paper.reproduce.paper_scores import (
     target_frame,
 )
 from quiverfl.results import numbers
-from quiverfl.results.mean_ranks import Ranks, ranks
+from quiverfl.results.mean_ranks import MeanRanks, ranks
 from quiverfl.results.mean_ranks import words as rank_words
 from quiverfl.results.paired import LEVEL
 from quiverfl.results.protocol import REPORT_WORDS, describe
@@ -198,7 +198,7 @@ def significance_table(
     return _table(f"{item.title}: how sure the differences are", item, methods, blocks, caption)
 
 
-def titled(found: Ranks) -> Ranks:
+def titled(found: MeanRanks) -> MeanRanks:
     """Methods by the names that people read."""
     return replace(found, methods=tuple(map(method_title, found.methods)))
 

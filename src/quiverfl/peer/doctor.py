@@ -1,0 +1,246 @@
+"""`quiver peer doctor`: what keeps this peer from running well, each with what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import grpc.aio
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer import identity
+from quiverfl.peer.control import NotRunning, order
+from quiverfl.peer.descriptors import acceptable_connections
+from quiverfl.peer.files import write_durably
+from quiverfl.peer.identity import Identity
+from quiverfl.peer.peer_folder import PeerFolder
+from quiverfl.peer.roster import Member
+from quiverfl.peer.sender import open_channel
+from quiverfl.peer.service import installed_version
+from quiverfl.peer.wire import OLDEST, PROTOCOL, SERVICE, Order, Vitals, WireError, decode
+
+DAYS_LEFT = 30
+CLOCK_SECONDS, CLOCK_LIMIT = 60.0, 12 * 3600.0
+"""A clock that is further off is mentioned; one that is off by this much is a problem, as
+certificates are valid from a day before they are made."""
+SLOW_WRITE = 1.0
+ROOM = 1 << 30
+
+Level = Literal["good", "doubtful", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; whatever is not good says what to do."""
+
+    about: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+async def examine(path: Path, timeout: float = 5.0) -> list[Finding]:
+    """Everything that can be seen from this machine, whether the peer runs or not."""
+    found = [_versions()]
+    try:
+        folder = PeerFolder.read(path)
+    except QuiverError as problem:
+        return [*found, Finding("folder", "bad", str(problem), "Make it with quiver peer init.")]
+    found += [*_certificate(folder), *_disk(folder), _files(folder), await _own_port(folder)]
+    others = [m for m in folder.roster.members if m.name != folder.own.name]
+    with contextlib.suppress(QuiverError):  # without keys nobody can be called; that was said
+        papers = Identity.read(folder.path)
+        me = folder.roster.member(folder.own.name)
+        calls = (_neighbour(member, me, papers, timeout) for member in others)
+        for lines in await asyncio.gather(*calls):
+            found += lines
+    return found
+
+
+def _versions() -> Finding:
+    versions = f"quiverfl {installed_version()}, grpcio {importlib.metadata.version('grpcio')}"
+    return Finding("version", "good", f"{versions}; speaks protocol {OLDEST} to {PROTOCOL}")
+
+
+def _certificate(folder: PeerFolder) -> Iterator[Finding]:
+    name = folder.own.name
+    renew = (
+        f"On the authority's machine: quiver peer certs rotate AUTHORITY {name}; copy roster.toml "
+        f"to every peer first, then cert.pem and key.pem to {folder.path}. No restart is needed."
+    )
+    try:
+        papers = folder.identity()
+    except QuiverError as problem:
+        yield Finding("certificate", "bad", str(problem), renew)
+        return
+    now = datetime.datetime.now(datetime.UTC)
+    for about, pem, remedy in [
+        ("certificate", papers.certificate, renew),
+        ("authority", papers.authority, "Found a new run with quiver peer certs init before then."),
+    ]:
+        end = identity.parse(pem).not_valid_after_utc
+        days = (end - now).days
+        level: Level = "good" if days >= DAYS_LEFT else "doubtful" if end > now else "bad"
+        text = f"valid until {end:%Y-%m-%d}, {days} days"
+        yield Finding(about, level, text, "" if level == "good" else remedy)
+
+
+def _disk(folder: PeerFolder) -> Iterator[Finding]:
+    place = folder.store if folder.store.is_dir() else folder.path
+    probe = place / f"doctor-{os.getpid()}"
+    began = time.monotonic()
+    try:
+        write_durably(probe, bytes(1 << 20))
+    except QuiverError as problem:
+        yield Finding("disk", "bad", str(problem), f"Make {place} writable, or make room.")
+        return
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    seconds = time.monotonic() - began
+    free = shutil.disk_usage(place).free
+    sizes = [p.stat().st_size for p in place.glob("state-*")]
+    need = max(ROOM, 8 * max(sizes, default=0))
+    text = f"{free / 1e9:.1f} GB free; 1 MiB was durable after {seconds * 1000:.0f} ms"
+    if free < need:
+        remedy = f"Keep {need / 1e9:.1f} GB free: the model several times over, and the books."
+        yield Finding("disk", "doubtful", text, remedy)
+    elif seconds > SLOW_WRITE:
+        remedy = "Every round commits twice: put the store on a disk that syncs faster."
+        yield Finding("disk", "doubtful", text, remedy)
+    else:
+        yield Finding("disk", "good", text)
+
+
+def _files(folder: PeerFolder) -> Finding:
+    try:
+        count = acceptable_connections(len(folder.roster.members))
+    except QuiverError as problem:
+        return Finding("open files", "bad", str(problem), "Raise ulimit -n, or LimitNOFILE=.")
+    return Finding("open files", "good", f"room for {count} connections")
+
+
+async def _own_port(folder: PeerFolder) -> Finding:
+    bind = folder.own.bind
+    try:
+        status = await order(folder, Order(action="status"))
+    except NotRunning:
+        return _free_port(bind)
+    except QuiverError as problem:
+        return Finding("own port", "bad", str(problem), "See the certificate above.")
+    text = f"runs on {bind}: {status['state']}, round {status['round']} of {status['rounds']}"
+    waiting = status.get("problems", {})
+    if not waiting:
+        return Finding("own port", "good", text)
+    reasons = "; ".join(f"{peer}: {reason}" for peer, reason in waiting.items())
+    return Finding("own port", "doubtful", f"{text}; shares wait: {reasons}", "See them below.")
+
+
+def _free_port(bind: str) -> Finding:
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((host, int(port)))
+    except OSError as problem:
+        remedy = "End what listens there, or set bind in peer.toml to an address of this machine."
+        return Finding("own port", "bad", f"cannot listen on {bind}: {problem.strerror}", remedy)
+    return Finding("own port", "good", f"not running; {bind} is free")
+
+
+async def _neighbour(member: Member, me: Member, papers: Identity, timeout: float) -> list[Finding]:
+    about = f"peer {member.name}"
+    if member.dials_out:
+        if me.dials_out:
+            text = "only dials out, as this peer does: their shares go by way of the others"
+            return [Finding(about, "good", text)]
+        return [Finding(about, "good", "only dials out: it calls this peer")]
+    unreachable = await _tcp(about, member, timeout)
+    if unreachable is not None:
+        return [unreachable]
+    channel = open_channel(member.address, member.name, papers)
+    try:
+        before = time.time()
+        answer = await channel.unary_unary(f"/{SERVICE}/Probe")(b"", timeout=timeout)
+        after = time.time()
+        vitals = decode(Vitals, answer)
+    except grpc.aio.AioRpcError as problem:
+        return [_refused(about, member, problem)]
+    except WireError as problem:
+        remedy = f"Ask the operator of {member.name} which version of quiverfl runs there."
+        return [Finding(about, "bad", f"is not understood: {problem}", remedy)]
+    finally:
+        await channel.close()
+    return [
+        _version_of(about, member, vitals, after - before),
+        _clock(about, vitals, before, after),
+    ]
+
+
+async def _tcp(about: str, member: Member, timeout: float) -> Finding | None:
+    host, _, port = member.address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except socket.gaierror:
+        remedy = f"Correct the address of {member.name} in roster.toml, on every peer, or the DNS."
+        return Finding(about, "bad", f"{host} is not a known host", remedy)
+    except ConnectionRefusedError:
+        remedy = f"Start it: quiver peer run FOLDER on {member.name}'s machine."
+        return Finding(about, "bad", f"nothing listens on {member.address}", remedy)
+    except (TimeoutError, OSError) as problem:
+        reason = getattr(problem, "strerror", None) or "no answer"
+        remedy = (
+            f"Let TCP port {port} through the firewalls between here and {member.name}; if nobody "
+            'can call it, its address in roster.toml is "dials-out:0".'
+        )
+        return Finding(about, "bad", f"cannot connect to {member.address}: {reason}", remedy)
+    writer.close()
+    return None
+
+
+def _refused(about: str, member: Member, problem: Any) -> Finding:
+    code, details = problem.code(), str(problem.details())
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        remedy = f"Copy the newest roster.toml to {member.name}, and this peer's keys from there."
+        return Finding(about, "bad", f"refuses this peer: {details}", remedy)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        text = "runs an older quiverfl, which cannot be asked for its clock and version"
+        remedy = "It works beside this one; upgrade it when it suits, one peer after the other."
+        return Finding(about, "doubtful", text, remedy)
+    remedy = (
+        f"Its certificate may have expired, be of another authority or for another name: run "
+        f"quiver peer doctor on {member.name}'s machine."
+    )
+    return Finding(about, "bad", f"listens, but no secure connection: {details[:200]}", remedy)
+
+
+def _version_of(about: str, member: Member, vitals: Vitals, seconds: float) -> Finding:
+    text = f"answers in {seconds * 1000:.0f} ms; quiverfl {vitals.version}"
+    if vitals.oldest > PROTOCOL or vitals.protocol < OLDEST:
+        text += f", protocol {vitals.oldest} to {vitals.protocol}"
+        remedy = f"Install versions of quiverfl that share one here and on {member.name}."
+        return Finding(about, "bad", text, remedy)
+    return Finding(about, "good", f"{text}, protocol {min(PROTOCOL, vitals.protocol)} together")
+
+
+def _clock(about: str, vitals: Vitals, before: float, after: float) -> Finding:
+    off = vitals.time - (before + after) / 2
+    text = f"its clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this one"
+    if abs(off) < CLOCK_SECONDS + (after - before):
+        return Finding(f"{about} clock", "good", text)
+    level: Level = "bad" if abs(off) > CLOCK_LIMIT else "doubtful"
+    remedy = "Let both machines keep time (chrony, systemd-timesyncd): certificates depend on it."
+    return Finding(f"{about} clock", level, text, remedy)

@@ -1,0 +1,202 @@
+"""For a long time: memory does not grow, and books and logs keep to the bound the docs give."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quiverfl.peer import signing
+from quiverfl.peer.audit import audit
+from quiverfl.peer.identity import Identity
+from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.metrics import JsonLines, Log
+from quiverfl.peer.roster import ROSTER, Roster
+from quiverfl.peer.schema import read_statement
+
+from .swarm import Options, Swarm, build, make_folders
+
+FIXED, A_ROUND, A_SHARE = 12_000_000, 300, 600
+"""docs/operations.md: bytes of the books in all, and for each round and each share."""
+
+
+def bound(rounds: int, shares: int) -> int:
+    return FIXED + A_ROUND * rounds + A_SHARE * shares
+
+
+def books(folder: Path) -> tuple[int, int, int]:
+    """(bytes without models, rounds, shares sent and taken) of a store."""
+    store = folder / "store"
+    statement = read_statement(store)
+    files = [path for path in store.iterdir() if path.name.startswith("peer.sqlite")]
+    shares = len(statement.sent) + len(statement.received)
+    rounds = max(entry.round for entry in statement.entries)
+    return sum(path.stat().st_size for path in files), rounds, shares
+
+
+async def play(folders: list[Path], rounds: int) -> None:
+    """So many rounds of the books alone: everybody pushes to everybody, signed, without a wire."""
+    options = Options(size=4, rounds=rounds, mode="sync", neighbours=len(folders) - 1)
+    nodes = {folder.name: build(folder, options) for folder in folders}
+    papers = {folder.name: Identity.read(folder) for folder in folders}
+    stores = {name: node.store.meta("incarnation") for name, node in nodes.items()}
+    agreed = next(iter(nodes.values())).agreement.hash
+    for t in range(rounds):
+        for name, node in nodes.items():
+            message = {"u": np.full(4, np.float32(t % 7))}
+            parts = dict.fromkeys((peer for peer in nodes if peer != name), 1)
+            await node.transactions.push(t, message, {"v": message["u"]}, parts, 1)
+        for name, node in nodes.items():
+            receipts = []
+            for peer, other in nodes.items():
+                if peer != name:
+                    share = other.transactions.accounts.outbox[name]
+                    pair = (stores[peer], stores[name])
+                    proof = signing.proof(papers[peer], "share", share, agreed, pair)
+                    body = node.agreement.manifest.unpack(other.store.payload(share.digest))
+                    receipts.append((replace(share, proof=proof), body))
+            await node.transactions.absorb(receipts, [], finish=True)
+        for name, node in nodes.items():
+            for peer, share in list(node.transactions.accounts.outbox.items()):
+                pair = (stores[name], stores[peer])
+                proof = signing.proof(papers[peer], "applied", share, agreed, pair)
+                await node.transactions.acknowledge(replace(share, proof=proof))
+    assert all(not node.transactions.accounts.outbox for node in nodes.values())
+    for node in nodes.values():
+        node.store.close()
+
+
+def check_books(folders: list[Path], rounds: int) -> None:
+    genuine = signing.checked_by(Roster.read(folders[0] / ROSTER))
+    report = audit([read_statement(folder / "store") for folder in folders], genuine=genuine)
+    assert report.passed, report.problems
+    assert report.units == len(folders) * UNIT
+    for folder in folders:
+        nbytes, seen, shares = books(folder)
+        assert shares == 2 * (len(folders) - 1) * rounds
+        print(f"{nbytes} bytes, {rounds} rounds, {shares} shares: {nbytes / shares:.0f} a share")
+        assert nbytes <= bound(seen, shares)
+        models = [p for p in (folder / "store").iterdir() if p.name[:6] in ("state-", "share-")]
+        assert len(models) == 1  # its state; every share was acknowledged
+
+
+def test_the_books_keep_to_their_bound(tmp_path: Path) -> None:
+    folders = make_folders(tmp_path, 2)
+    asyncio.run(play(folders, 60))
+    check_books(folders, 60)
+
+
+@pytest.mark.slow
+def test_the_books_keep_to_their_bound_over_ten_thousand_rounds(tmp_path: Path) -> None:
+    folders = make_folders(tmp_path, 3)
+    with _without_waiting_for_the_disk():
+        asyncio.run(play(folders, 10_000))
+    check_books(folders, 10_000)
+
+
+@contextmanager
+def _without_waiting_for_the_disk() -> Iterator[None]:
+    """The same files, and no power cut is tested here."""
+    before, os.fsync = os.fsync, lambda _: None
+    try:
+        yield
+    finally:
+        os.fsync = before
+
+
+def test_others_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever they bring about ten thousand times is told a hundred times, and then counted."""
+    log = Log("peer-0", logging.getLogger("quiverfl.peer.flood"))
+    with caplog.at_level(logging.INFO, "quiverfl.peer.flood"):
+        began = time.monotonic()
+        for number in range(10_000):
+            log.alarm("caller refused", number=number)
+        log("started")
+        for number in range(300):
+            log("round", round=number)
+        allowed = 101 + int(time.monotonic() - began)
+        lines = [record.getMessage() for record in caplog.records]
+        assert 100 <= lines.count("caller refused") <= allowed
+        assert lines.count("round") == 300
+        assert "started" in lines
+        log._allowances["caller refused"].at -= 5.0  # five seconds later
+        log.alarm("caller refused", number=10_000)
+        last = JsonLines().format(caplog.records[-1])
+        assert '"left_out": 9' in last
+
+
+# The soak: processes, killed and restarted all the time
+
+
+def resident(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_ten_minutes_of_churn(tmp_path: Path) -> None:
+    """Three of six peers are killed, stopped and restarted in turn; the other three must not grow.
+
+    QUIVER_SOAK_SECONDS shortens it.
+    """
+    seconds = float(os.environ.get("QUIVER_SOAK_SECONDS", "600"))
+    chance = random.Random(1)
+    options = Options(size=100_000, seconds=0.05, settings={"pause": 0.05})
+    swarm = Swarm(tmp_path, 6, options)
+    names = list(swarm.folders)
+    steady, unsteady = names[:3], names[3:]
+    memory: dict[str, list[int]] = {name: [] for name in steady}
+    try:
+        swarm.start_all()
+        swarm.wait_for_round(20, 120)
+        began, kills = time.monotonic(), 0
+        while time.monotonic() - began < seconds:
+            victim = chance.choice(unsteady)
+            if chance.random() < 0.3:
+                _pause(swarm.processes[victim], chance.uniform(0.5, 2.0))
+            else:
+                swarm.kill(victim)
+                kills += 1
+                time.sleep(chance.uniform(0.0, 1.0))
+                swarm.start(victim)
+            time.sleep(3.0)
+            for name in steady:
+                process = swarm.processes[name]
+                assert process.exitcode is None, swarm.log(name)[-2000:]
+                memory[name].append(resident(int(process.pid or 0)))
+        swarm.stop_all(60.0)
+    finally:
+        swarm.close()
+    report = swarm.audit()
+    assert report.passed, report.problems
+    for name in steady:
+        quarter = max(1, len(memory[name]) // 4)
+        before = statistics.median(memory[name][quarter : 2 * quarter])
+        after = statistics.median(memory[name][-quarter:])
+        nbytes, rounds, shares = books(swarm.folders[name])
+        log = (swarm.folders[name] / "log.txt").stat().st_size
+        print(
+            f"{name}: {before / 1e6:.1f} MB, later {after / 1e6:.1f} MB "
+            f"({after / before - 1:+.1%}); {rounds} rounds, {shares} shares, books "
+            f"{nbytes / 1e6:.2f} MB, log {log / 1e6:.2f} MB; {kills} kills in all"
+        )
+        assert after < 1.05 * before
+        assert nbytes <= bound(rounds, shares)
+
+
+def _pause(process: Any, seconds: float) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGCONT)
