@@ -68,10 +68,11 @@ def test_every_link_has_its_target(site: Path) -> None:
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    """Those that have no section there yet are put at the end."""
     listed = re.findall(r"^::: quiverfl\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
-    assert sorted(listed) == sorted(quiverfl.__all__)
+    assert set(listed) <= set(quiverfl.__all__)
     ids = Links((site / "api" / "index.html").read_text()).ids
-    assert [name for name in listed if f"quiverfl.{name}" not in ids] == []
+    assert [name for name in quiverfl.__all__ if f"quiverfl.{name}" not in ids] == []
 
 
 def test_pages_of_the_repository_are_on_the_site(site: Path) -> None:

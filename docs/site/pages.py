@@ -6,6 +6,7 @@ are turned to where the pages are on the site.
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 from pathlib import Path
@@ -34,7 +35,22 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     name = page.file.src_uri
+    if name == "api.md":
+        return markdown + unplaced(markdown)
     return markdown if name in ELSEWHERE.values() else turned(markdown, f"docs/{name}")
+
+
+def unplaced(reference: str) -> str:
+    """The public names that nobody has put into a section of the reference yet."""
+    source = (ROOT / "src" / "quiverfl" / "__init__.py").read_text(encoding="utf-8")
+    names = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    missing = [name for name in names if f"::: quiverfl.{name}\n" not in reference]
+    listed = "".join(f"::: quiverfl.{name}\n" for name in missing)
+    return f"\n## Further names\n\n{listed}" if missing else ""
 
 
 def turned(text: str, source: str) -> str:
