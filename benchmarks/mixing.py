@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks import coding
 from benchmarks.child import ChildFailed, measure, peak
 from benchmarks.clock import CLOCKS, Kind, interleaved
 from benchmarks.figures import Figure, ratio
@@ -47,7 +48,7 @@ def figures(repeats: int, kind: Kind, threads: int, quick: bool) -> list[Figure]
         # Every size is larger than any cache; a tenth of the largest one still is.
         parameters = size.parameters // 10 if quick and size.clients == 100 else size.parameters
         found += _measured(Size(size.clients, parameters, size.target), repeats, kind, threads)
-    return found
+    return [*found, *coding.figures(repeats, kind, threads, quick)]
 
 
 def _measured(size: Size, repeats: int, kind: Kind, threads: int) -> list[Figure]:

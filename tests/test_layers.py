@@ -19,6 +19,7 @@ LAYERS = [
     {"objectives"},
     {"task", "models"},
     {"methods", "topologies", "data"},
+    {"transforms"},
     {"engine", "results"},
     {"callbacks"},
     {"config", "run_lines"},

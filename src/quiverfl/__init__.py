@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         unreliable,
     )
     from quiverfl.training import Training
+    from quiverfl.transforms.compression import Quantize, RandomK, TopK
 
 __version__ = "0.2.0"
 
@@ -157,7 +158,9 @@ __all__ = [
     "Point",
     "Positive",
     "PushDIGing",
+    "Quantize",
     "QuiverError",
+    "RandomK",
     "Replicated",
     "Run",
     "RunSettings",
@@ -168,6 +171,7 @@ __all__ = [
     "Start",
     "Task",
     "TensorBoard",
+    "TopK",
     "Topology",
     "Train",
     "Trained",
@@ -296,6 +300,9 @@ _PLACES = {
     "torus": "quiverfl.topologies",
     "unreliable": "quiverfl.topologies",
     "Training": "quiverfl.training",
+    "Quantize": "quiverfl.transforms.compression",
+    "RandomK": "quiverfl.transforms.compression",
+    "TopK": "quiverfl.transforms.compression",
     "Dataset": "quiverfl.data.dataset",
     "load_dataset": "quiverfl.data.sources",
     "partition": "quiverfl.data.sharing",

@@ -6,6 +6,7 @@
 [method]    which method and its options
 [topology]  who talks to whom; "auto" takes the usual one of the method
 [training]  the optimizer
+[compression]  what is sent in place of whole messages
 [run]       rounds, seed, and how the run is carried out
 [overrides.METHOD.SECTION]  what is different for one method when several are compared
 """
@@ -36,6 +37,8 @@ from quiverfl.objectives import find_loss, find_metrics
 from quiverfl.references import is_reference
 from quiverfl.topologies import TOPOLOGIES, find_topology
 from quiverfl.training import Training
+from quiverfl.transforms import TRANSFORMS, find_transform, make_transforms
+from quiverfl.transforms.chosen import Transforms
 
 Options = dict[str, Any]
 UNSET = object()
@@ -121,6 +124,13 @@ class TopologyConfig(Section):
         return dict(self.model_extra or {})
 
 
+class TransformConfig(Section):
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str | None = None
+    """Messages are left as they are unless given."""
+
+
 class TrainingConfig(Section):
     lr: float = 0.1
     personal_lr: float | None = None
@@ -178,8 +188,13 @@ class Config(Section):
     method: MethodConfig = MethodConfig()
     topology: TopologyConfig = TopologyConfig()
     training: TrainingConfig = TrainingConfig()
+    compression: TransformConfig = TransformConfig()
     run: RunConfig = RunConfig()
     overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
+
+    def transforms(self) -> Transforms:
+        """What is done to messages on their way."""
+        return make_transforms({name: getattr(self, name).model_dump() for name in TRANSFORMS})
 
     def experiment(self) -> str:
         """A hash of what makes the experiment: everything but seeds and how it is carried out.
@@ -265,6 +280,10 @@ def parse(tree: Mapping[str, Any], source: str = "configuration") -> Config:
         raise QuiverError(f"{source}: {key} = {first['input']!r}: {reason}.") from error
     config.training.training()
     try:
+        config.transforms()
+    except QuiverError as error:
+        raise QuiverError(f"{source}: {error}") from error
+    try:
         find_loss(config.task.loss)
         find_metrics(config.task.metrics, config.task.loss)
     except QuiverError as error:
@@ -303,6 +322,8 @@ def _refuse_unknown_keys(
     if section == "method":
         name = values.get("name", MethodConfig().name)
         known |= set(inspect.signature(_method(str(name), source)).parameters)
+    elif section in TRANSFORMS:
+        known |= _transform_options(section, values, source)
     elif section == "topology":
         _check_topology(str(values.get("name", "auto")), source)
         return  # its options are checked against the topology's own
@@ -316,6 +337,23 @@ def _refuse_unknown_keys(
             )
         if isinstance(value, bool) and key in kind.model_fields:
             _refuse_truth(f"{source}: {section}.{key}", value, kind.model_fields[key])
+
+
+def _transform_options(section: str, values: Mapping[str, Any], source: str) -> set[str]:
+    """The options of the transform that a section names."""
+    name = values.get("name")
+    if name is None and values.keys() - {"name"}:
+        key = min(values.keys() - {"name"})
+        raise QuiverError(
+            f"{source}: {section}.{key} without {section}.name: say what it is an option of, one "
+            f"of {', '.join(sorted(TRANSFORMS[section]))}."
+        )
+    if name is None:
+        return set()
+    try:
+        return set(inspect.signature(find_transform(section, str(name))).parameters)
+    except QuiverError as error:
+        raise QuiverError(f"{source}: {error}") from error
 
 
 def _untyped(name: str, key: str) -> str:

@@ -20,7 +20,6 @@ from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.engine.simulate import Simulation
 from quiverfl.engine.simulation_run import Run
 from quiverfl.errors import QuiverError, Stopped
@@ -125,6 +124,7 @@ class Experiment(Shown):
             self.topology,
             self.config.training.training(),
             settings_of(self.config, self.data.clients),
+            self.config.transforms(),
         )
 
 
@@ -201,7 +201,7 @@ def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
         experiment = Experiment.of(config, dataset)
     checkpoint, simulation = folder.newest(), experiment.simulation
     shard = simulation.shard()
-    exchange = exchange_for(simulation.method, simulation.topology, simulation.settings)
+    exchange = simulation.exchange()
     checkpoint.apply(shard, exchange)
     return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)
 

@@ -95,6 +95,7 @@ def described(run: Run, name: str | None) -> dict[str, dict[str, Any]]:
         "method": {"name": method.name, **options_of(method)},
         "topology": {"name": simulation.topology.name, **simulation.topology.options},
         "training": asdict(simulation.training),
+        **simulation.transforms.record(),
         "run": settings,
     }
 

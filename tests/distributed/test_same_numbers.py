@@ -22,11 +22,16 @@ TIMES = ("seconds", "train_seconds", "evaluate_seconds", "mix_seconds")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What two ranks found; they are started once."""
     folder = tmp_path_factory.mktemp("pair")
-    return tried.on_ranks(2, ["methods", "mixed", "refused", "resumed"], folder)
+    return tried.on_ranks(2, ["methods", "mixed", "refused", "resumed", "coded"], folder)
 
 
 def assert_same(
-    parts: list[dict[str, Any]], method: Any, graphs: Any, *how: str, since: int = 0
+    parts: list[dict[str, Any]],
+    method: Any,
+    graphs: Any,
+    *how: str,
+    since: int = 0,
+    compression: Any = None,
 ) -> None:
     """States, kept models, every evaluation and every record but the seconds, since a round."""
     whole = qv.simulate(
@@ -35,6 +40,7 @@ def assert_same(
         method=method,
         topology=graphs(CLIENTS),
         training=TRAINING,
+        compression=compression,
         settings=tried.settings(method, *how),
     )
     states = [torch.cat(leaves) for leaves in zip(*(p["state"] for p in parts), strict=True)]
@@ -63,6 +69,13 @@ def assert_same(
 def test_two_ranks_find_the_numbers_of_one_process(pair: dict[str, list[Any]], case: int) -> None:
     """With ragged data and unequal epochs; some graphs have clients that are away, or a delay."""
     assert_same([found[case] for found in pair["methods"]], *tried.CASES[case])
+
+
+@pytest.mark.parametrize("case", range(len(tried.CODED)), ids=[c[2].name for c in tried.CODED])
+def test_coded_messages_are_those_of_one_process(pair: dict[str, list[Any]], case: int) -> None:
+    method, graphs, compression = tried.CODED[case]
+    parts = [found[case] for found in pair["coded"]]
+    assert_same(parts, method, graphs, compression=compression)
 
 
 def test_what_clients_told_each_other_is_in_the_checkpoint_of_all_ranks(

@@ -28,7 +28,8 @@ from quiverfl.engine.history import History
 from quiverfl.engine.settings import RunSettings
 from quiverfl.methods.contract import Interleaved, Train
 from quiverfl.topologies.graph import Graph
-from small import CLIENTS, METHODS, TRAINING, tiny_data, tiny_task
+from quiverfl.transforms.chosen import Transforms
+from small import AWAY, CLIENTS, METHODS, PUSH, TRAINING, tiny_data, tiny_task
 
 RING = lambda m: qv.ring(clients=m)  # noqa: E731
 LOOKING = [
@@ -39,6 +40,13 @@ CASES = [(method, graphs) for method, choices in METHODS for graphs in choices]
 CASES += [(qv.DFedPGP(shared_epochs=2), graphs) for graphs in LOOKING]
 RINGS = [(method, RING) for method, _ in METHODS]
 EPOCHS = (1, 2, 3, 1, 2, 3)
+CODED = [
+    (qv.DFedPGP(shared_epochs=2), PUSH, qv.Quantize(bits=4)),
+    (qv.OSGP(epochs=1, delay=2), AWAY, qv.TopK(fraction=0.2)),
+    (qv.DFedAvgM(epochs=1), RING, qv.RandomK(fraction=0.2)),
+    (qv.DFedAvgM(epochs=1), lambda m: qv.full(clients=m), qv.Quantize(bits=2)),
+]
+"""With a remainder, with messages in flight, with replicas, where all rows of P are equal."""
 
 
 def counts_epochs(method: Any) -> bool:
@@ -57,15 +65,30 @@ def settings(method: Any, executor: str = "vectorized", dtype: str = "float64") 
     )
 
 
-def simulation(ranks: Ranks, method: Any, topology: Any, chosen: RunSettings) -> RankSimulation:
+def simulation(
+    ranks: Ranks, method: Any, topology: Any, chosen: RunSettings, compression: Any = None
+) -> RankSimulation:
     data = tiny_data()
     federation = federation_of(data.train.sizes, data.test.sizes, chosen, ranks.size)
     here = data.only(federation.placement.on(ranks.rank))
-    return RankSimulation(ranks, federation, tiny_task(), here, method, topology, TRAINING, chosen)
+    return RankSimulation(
+        ranks,
+        federation,
+        tiny_task(),
+        here,
+        method,
+        topology,
+        TRAINING,
+        chosen,
+        Transforms(compression),
+    )
 
 
-def played(ranks: Ranks, method: Any, graphs: Any, *how: str) -> dict[str, Any]:
-    return found_by(simulation(ranks, method, graphs(CLIENTS), settings(method, *how)).run())
+def played(
+    ranks: Ranks, method: Any, graphs: Any, *how: str, compression: Any = None
+) -> dict[str, Any]:
+    made = simulation(ranks, method, graphs(CLIENTS), settings(method, *how), compression)
+    return found_by(made.run())
 
 
 def found_by(run: qv.Run) -> dict[str, Any]:
@@ -143,6 +166,7 @@ WORK: dict[str, Callable[[Ranks, Path], Any]] = {
     "rings": lambda ranks, _: [played(ranks, *case) for case in RINGS],
     "sequential": lambda ranks, _: [played(ranks, *case, "sequential") for case in CASES],
     "single": lambda ranks, _: [played(ranks, *case, "sequential", "float32") for case in CASES],
+    "coded": lambda ranks, _: [played(ranks, *c[:2], compression=c[2]) for c in CODED],
     "mixed": lambda ranks, _: mixed(ranks),
     "refused": refused,
     "resumed": resumed,

@@ -42,7 +42,7 @@ class Columns:
     ranks: Ranks
     placement: Placement
 
-    def mix(self, graph: Graph, leaf: Tensor) -> Tensor:
+    def mix(self, graph: Graph, leaf: Tensor, multiple: int = NARROWEST) -> Tensor:
         """What `mixing.mix` computes, of the messages of this rank's clients, in their memory.
 
         Where all rows of the graph are equal the leaf has the messages of this rank's senders.
@@ -51,12 +51,12 @@ class Columns:
         if graph.one_row:
             row = self._common_row(graph, flat)
             return row.view(leaf.shape[1:]).expand(self._here, *leaf.shape[1:])
-        width = chunk_width(graph.clients, leaf.element_size())
+        width = chunk_width(graph.clients, leaf.element_size(), multiple)
         counts = self.placement.counts
         blocks = cut(flat.shape[1], width, sum(counts) * leaf.element_size(), self.ranks.size)
         returning: tuple[Block, Dealing, Tensor] | None = None
         for block, whole, sent in self._dealt(flat, counts, blocks):
-            mixed = mix(graph, whole) if whole.numel() else whole
+            mixed = mix(graph, whole, multiple) if whole.numel() else whole
             back = self._return(block, mixed, sent, len(leaf))
             if returning is not None:
                 self._unpack(flat, *returning)

@@ -112,6 +112,7 @@ def _made(config: Config, ranks: Ranks) -> _Made:
         topology_for(config, method, shares.clients),
         config.training.training(),
         settings,
+        config.transforms(),
     )
     return _Made(config, inputs_of(config, dataset), shares, simulation)
 

@@ -16,7 +16,6 @@ from quiverfl.distributed.rank_checkpoint import GatheredCheckpoints
 from quiverfl.distributed.rank_shard import Federation, RankShard
 from quiverfl.distributed.ranks import Ranks
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
 from quiverfl.engine.recorders import Recorders
@@ -24,11 +23,13 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
+from quiverfl.engine.transformed import check_transforms, transformed_exchange
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
+from quiverfl.transforms.chosen import PLAIN, Transforms
 
 Integers = npt.NDArray[np.int64]
 Kept = Callable[[Callable[[Path], Path]], None]
@@ -47,6 +48,7 @@ class RankSimulation:
     topology: Topology
     training: Training
     settings: RunSettings
+    transforms: Transforms = PLAIN
 
     @property
     def placement(self) -> Placement:
@@ -68,6 +70,9 @@ class RankSimulation:
             self.settings,
             self.placement.clients,
         )
+        check_transforms(
+            self.transforms, self.task, self.data, self.method, self.topology, self.settings
+        )
 
     def run(
         self,
@@ -83,7 +88,9 @@ class RankSimulation:
         with threads_for(self.task, clients, longest, self.training, settings):
             shard = ranks.together(self._shard)
             columns = Columns(ranks, self.placement)
-            exchange = MatrixExchange(self.method.delay, columns.mix, shard.ids)
+            exchange = transformed_exchange(
+                self.transforms, self.method, self.topology, settings, columns.mix, shard.ids
+            )
             checkpoints = GatheredCheckpoints(ranks, self.placement)
             history, start = History(), 0
             if ranks.any(resume is not None):
@@ -101,7 +108,13 @@ class RankSimulation:
                     raise Stopped(round + 1)
 
             whole = Simulation(
-                self.task, self.data, self.method, self.topology, self.training, settings
+                self.task,
+                self.data,
+                self.method,
+                self.topology,
+                self.training,
+                settings,
+                self.transforms,
             )
             run = Run(whole, shard, exchange, history)
             told = Recorders([history, *([] if recorder is None else [recorder])], ())

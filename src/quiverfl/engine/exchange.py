@@ -28,6 +28,9 @@ class Exchange(Protocol):
     def senders(self, graph: Graph) -> Integers | None:
         """Whose messages it wants; None for everybody's."""
 
+    def weigh(self, outbox: Message, payload: Integers) -> Integers:
+        """Bytes of every client's message as it travels; `payload` has those of the whole one."""
+
     def push(self, round: int, graph: Graph, outbox: Message) -> None: ...
     def collect(self, round: int) -> Message: ...
     def in_flight(self) -> dict[str, Tensor]: ...
@@ -46,23 +49,26 @@ class MatrixExchange:
     def __init__(
         self, delay: int = 0, product: Product = mix, rows: Integers | None = None
     ) -> None:
-        self._delay, self._product = delay, product
+        self.delay, self.product = delay, product
         self._rows = slice(None) if rows is None else rows
         self._due: dict[int, Message] = {}
         self._waiting: Message = {}
         self._mixed: Message = {}
 
     def senders(self, graph: Graph) -> Integers | None:
-        return graph.senders if graph.one_row and not self._delay else None
+        return graph.senders if graph.one_row and not self.delay else None
+
+    def weigh(self, outbox: Message, payload: Integers) -> Integers:
+        return payload
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
-        if self._delay == 0:
-            self._mixed = {name: self._product(graph, leaf) for name, leaf in outbox.items()}
+        if self.delay == 0:
+            self._mixed = {name: self.product(graph, leaf) for name, leaf in outbox.items()}
             return
         own = torch.from_numpy(graph.sparse.diagonal()[self._rows])
         others = _without_diagonal(graph)
-        self._due[round + self._delay] = {
-            name: self._product(others, leaf.clone()) for name, leaf in outbox.items()
+        self._due[round + self.delay] = {
+            name: self.product(others, leaf.clone()) for name, leaf in outbox.items()
         }
         self._mixed = {name: leaf * _like(own, leaf) for name, leaf in outbox.items()}
         self._deliver(self._due.pop(round, {}), offline(graph))

@@ -7,6 +7,7 @@ shapes. What frameworks and libraries need for themselves is a round number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,6 +128,14 @@ def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tree:
 
 def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> int:
     """Of one client, with its messages in flight."""
+    state = first_state(task, data, method, settings)
+    own = sum(leaf.nbytes for leaf in state)
+    message = sum(leaf.nbytes for leaf in method.message(state).values()) if method.delay else 0
+    return int(own + method.delay * message)
+
+
+def first_state(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> Any:
+    """What one client might start with: its fields have the shapes of everybody's."""
     point = Point(*(part.to(settings.dtype) for part in task.initial(settings.seed)))
     program = Program.of(task, settings.dtype, torch.device("cpu"))
     with torch.no_grad():
@@ -134,10 +143,7 @@ def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunS
             program.named(point), _inputs(data, 1, settings.dtype), program.head is not None
         )
     shapes = (tuple(part.shape[1:]) for part in (seen.features, first_leaf(seen.outputs)))
-    state = method.init(task, Start(point, point, 1, np.random.default_rng(0), *shapes))
-    own = sum(leaf.nbytes for leaf in state)
-    message = sum(leaf.nbytes for leaf in method.message(state).values()) if method.delay else 0
-    return int(own + method.delay * message)
+    return method.init(task, Start(point, point, 1, np.random.default_rng(0), *shapes))
 
 
 def _bytes(split: Split) -> int:

@@ -24,39 +24,50 @@ DENSE_SHARE = 0.25
 """Above this share of non-zero weights the dense product is faster."""
 
 
-def mix(graph: Graph, leaf: Tensor) -> Tensor:
+Sent = Callable[[Tensor, int], Tensor]
+"""(columns of all rows, number of the first one) → what others receive of them; a new tensor."""
+
+
+def mix(graph: Graph, leaf: Tensor, multiple: int = NARROWEST, sent: Sent | None = None) -> Tensor:
     """Σ_j P[i, j] · leaf_j for every i. The leaf's own memory is used; the result may be it.
 
     Where all rows of P are equal the leaf may hold the senders' messages alone, in their order,
-    and the result is one row that stands for all.
+    and the result is one row that stands for all. Columns are cut at multiples of `multiple`. With
+    `sent`, the sum of what is sent is added: leaf + P · sent, for a P of several rows.
     """
     flat = leaf.view(len(leaf), -1)
     if graph.one_row:
         senders = torch.from_numpy(graph.senders).to(leaf.device)
-        sent = flat if len(flat) == len(senders) else flat[senders]
+        theirs = flat if len(flat) == len(senders) else flat[senders]
         weights = torch.from_numpy(graph.matrix.data).to(dtype=leaf.dtype, device=leaf.device)
-        row = weights @ sent
+        row = weights @ theirs
         return row.view(leaf.shape[1:]).expand(graph.clients, *leaf.shape[1:])
     product = _product(graph, leaf)
-    width = chunk_width(len(leaf), leaf.element_size())
+    width = chunk_width(len(leaf), leaf.element_size(), multiple)
 
-    def work(columns: Tensor) -> None:
-        rows = leaf.new_empty(len(leaf), width)  # one buffer for all chunks
-        for chunk in torch.split(columns, width, dim=1):
-            if chunk.shape[1] < width:
+    def work(columns: range) -> None:
+        rows = leaf.new_empty(len(leaf), width if sent is None else 0)  # one buffer for all chunks
+        for begin in columns:
+            chunk = flat[:, begin : begin + width]
+            if sent is None and chunk.shape[1] < width:
                 rows = leaf.new_empty(chunk.shape)
-            chunk.copy_(product(rows.copy_(chunk)))
+            if sent is None:
+                chunk.copy_(product(rows.copy_(chunk)))
+            else:
+                chunk.add_(product(sent(chunk, begin)))
 
-    chunks = max(1, -(-flat.shape[1] // width))
-    workers = worker_count(chunks) if leaf.device.type == "cpu" else 1
-    side_by_side(work, torch.split(flat, width * -(-chunks // workers), dim=1), workers)
+    begins = range(0, max(1, flat.shape[1]), width)
+    workers = worker_count(len(begins)) if leaf.device.type == "cpu" else 1
+    each = -(-len(begins) // workers)
+    parts = [begins[first : first + each] for first in range(0, len(begins), each)]
+    side_by_side(work, parts, workers)
     return leaf
 
 
-def chunk_width(clients: int, element_size: int) -> int:
+def chunk_width(clients: int, element_size: int, multiple: int = NARROWEST) -> int:
     """Columns that are multiplied at a time: where they begin and end decides the last bits."""
     width = CHUNK_BYTES // (element_size * clients)
-    return max(NARROWEST, width - width % NARROWEST)
+    return max(multiple, width - width % multiple)
 
 
 def _product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:

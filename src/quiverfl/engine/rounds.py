@@ -59,7 +59,7 @@ def communicate(shard: Shard, exchange: Exchange, graph: Graph, round: int) -> R
     """Send, sum, merge; the record says what crossed the network."""
     few = exchange.senders(graph)
     outbox = shard.outbox(few)
-    payload = shard.payload(outbox, few)
+    payload = exchange.weigh(outbox, shard.payload(outbox, few))
     exchange.push(round, graph, outbox)
     shard.deliver(exchange.collect(round))
     return {**traffic(graph, payload), "active": int(graph.active.sum())}

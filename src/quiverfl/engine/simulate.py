@@ -11,6 +11,7 @@ import torch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.exchange import Exchange
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
 from quiverfl.engine.programs import is_convolutional
@@ -18,14 +19,16 @@ from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.splitting import splitting
+from quiverfl.engine.transformed import check_transforms, transformed_exchange
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
+from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms.compression import Compression
 
 SMALL_WORK = 20_000_000
 """Products in a step of all clients together below which threads wait more than they work."""
@@ -41,12 +44,19 @@ class Simulation:
     topology: Topology
     training: Training
     settings: RunSettings
+    transforms: Transforms = PLAIN
 
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
         if self.settings.arithmetic == "peers":
             splitting(self.method, self.topology, self.settings.rounds)
+        check_transforms(
+            self.transforms, self.task, self.data, self.method, self.topology, self.settings
+        )
+
+    def exchange(self) -> Exchange:
+        return transformed_exchange(self.transforms, self.method, self.topology, self.settings)
 
     def shard(self) -> Shard:
         """All clients, at the start."""
@@ -73,8 +83,7 @@ class Simulation:
         data = self.data
         with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
             shard = self.shard()
-            exchange = exchange_for(self.method, self.topology, settings)
-            history, start = History(), 0
+            exchange, history, start = self.exchange(), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)
                 history, start = resume.history.copy(), resume.round
@@ -110,6 +119,7 @@ def simulate(
     method: Method,
     topology: Topology,
     training: Training,
+    compression: Compression | None = None,
     settings: RunSettings | None = None,
     recorder: Recorder | None = None,
     resume: Checkpoint | None = None,
@@ -130,13 +140,16 @@ def simulate(
     `callbacks` are told what `recorder` is told, and may end the run (qv.EarlyStopping), which is
     then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
 
+    `compression` is what is sent in place of the messages (qv.Quantize(bits=4)).
+
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
     if settings is None:
         settings = RunSettings.of(options)
     elif options:
         raise TypeError(f"give settings or {', '.join(options)}, not both")
-    simulation = Simulation(task, data, method, topology, training, settings)
+    transforms = Transforms(compression)
+    simulation = Simulation(task, data, method, topology, training, settings, transforms)
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
     with _shown(progress, method, settings) as bar:

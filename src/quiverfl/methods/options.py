@@ -1,4 +1,4 @@
-"""A method's options: their types say which values are allowed; one place refuses the rest."""
+"""Options of methods and transforms: their types say which values are allowed."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ UnitInterval: TypeAlias = Annotated[float, Bound("a number in [0, 1]", 0, 1)]
 Fraction: TypeAlias = Annotated[float, Bound("a number in (0, 1]", 0, 1, open=True)]
 
 
-def check_options(method: Any) -> None:
+def check_options(owner: Any, section: str = "method") -> None:
     """Refuse a value that its option's type does not allow; say which would be."""
-    if not is_dataclass(method):
+    if not is_dataclass(owner):
         return
-    hints = annotations_of(type(method))
-    for field in fields(method):
-        _check(field.name, getattr(method, field.name), hints[field.name])
+    hints = annotations_of(type(owner))
+    for field in fields(owner):
+        _check(f"{section}.{field.name}", getattr(owner, field.name), hints[field.name])
 
 
 def options_of(method: Any) -> dict[str, Any]:
@@ -65,15 +65,16 @@ def _check(name: str, value: Any, hint: Any) -> None:
         optional = next(kind for kind in get_args(hint) if kind is not type(None))
         return _check_bound(name, value, optional, ", or left out")
     if get_origin(hint) is Literal and value not in get_args(hint):
-        raise QuiverError(f"method.{name} = {value!r}: {nearest(str(value), get_args(hint))}")
+        known = nearest(str(value), [str(choice) for choice in get_args(hint)])
+        raise QuiverError(f"{name} = {value!r}: {known}")
     if hint is bool and not isinstance(value, bool):
-        raise QuiverError(f"method.{name} = {value!r}: it must be true or false.")
+        raise QuiverError(f"{name} = {value!r}: it must be true or false.")
     if hint in PLAIN and not isinstance(value, PLAIN[hint][0]):
-        raise QuiverError(f"method.{name} = {value!r}: it must be {PLAIN[hint][1]}.")
+        raise QuiverError(f"{name} = {value!r}: it must be {PLAIN[hint][1]}.")
     _check_bound(name, value, hint, "")
 
 
 def _check_bound(name: str, value: Any, hint: Any, otherwise: str) -> None:
     for bound in getattr(hint, "__metadata__", ()):
         if isinstance(bound, Bound) and not bound.admits(value):
-            raise QuiverError(f"method.{name} = {value!r}: it must be {bound.words}{otherwise}.")
+            raise QuiverError(f"{name} = {value!r}: it must be {bound.words}{otherwise}.")

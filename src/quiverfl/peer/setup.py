@@ -53,6 +53,11 @@ def configuration(folder: PeerFolder) -> Config:
             f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "
             f"be the same; write clients = {members} in the configuration's [data]."
         )
+    for section in config.transforms().record():
+        raise QuiverError(
+            f"[{section}] is for simulations: peers send whole messages as yet. Leave it out of "
+            "run.toml."
+        )
     return config
 
 

@@ -1,0 +1,29 @@
+"""What a run does to messages on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quiverfl.methods.options import options_of
+from quiverfl.transforms.compression import Compression
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """None for what is left as it is."""
+
+    compression: Compression | None = None
+
+    def record(self) -> dict[str, dict[str, Any]]:
+        """By section, the name and options of each that is there."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            section: {"name": found.name, **options_of(found)}
+            for section, found in chosen.items()
+            if found is not None
+        }
+
+
+PLAIN = Transforms()
+"""Messages as they are."""
