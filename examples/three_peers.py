@@ -12,13 +12,14 @@ records. In sync mode they compute what the simulation computed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pandas as pd
 
 import quiverfl as qv
 from quiverfl.cli.main import app
@@ -112,12 +113,17 @@ def main() -> None:
         end_well([started("peer", "run", root / name) for name in NAMES])
         quiver("peer", "audit", *(root / name for name in NAMES))
 
-        last = run.history[run.history["round"] == rounds - 1]
-        simulated = last[last["stage"] == "mixed"]["accuracy"]
-        for name, before in zip(NAMES, simulated, strict=True):
-            lines = (root / name / "history.jsonl").read_text().splitlines()
-            here = json.loads(lines[-1])["mixed"]["accuracy"]
-            print(f"{name}: {100 * before:.2f} % simulated, {100 * here:.2f} % as a peer")
+        simulated = last_scores(run.history)
+        for number, name in enumerate(NAMES):
+            here = last_scores(qv.load_run(root / name / "run").history)  # its own, nobody else's
+            before, now = 100 * simulated[number], 100 * here[number]
+            print(f"{name}: {before:.2f} % simulated, {now:.2f} % as a peer")
+
+
+def last_scores(history: pd.DataFrame) -> pd.Series:
+    """The accuracies after the last communication, by the client's number."""
+    last = (history["round"] == history["round"].max()) & (history["stage"] == "mixed")
+    return history[last].set_index("client")["accuracy"]
 
 
 if __name__ == "__main__":
