@@ -11,13 +11,24 @@ from typing import Any
 
 import torch
 
-from benchmarks import adapters, frameworks, machine, mixing, ranks, report, scale, training, whole
+from benchmarks import (
+    adapters,
+    frameworks,
+    machine,
+    mixing,
+    ranks,
+    report,
+    scale,
+    threads,
+    training,
+    whole,
+)
 from benchmarks.figures import Figure
 from benchmarks.works import WORKS, smaller
 from quiverfl import keep_freed_memory
 
-PARTS = ("A", "B", "C", "D", "E", "F", "G", "run")
-REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5}
+PARTS = ("A", "B", "C", "D", "E", "F", "G", "H", "threads", "run")
+REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5, "threads": 7}
 RESULT, QUICK_RESULT = Path("runs/bench/result.json"), Path("runs/bench/quick.json")
 DOCUMENT = Path("docs/performance.md")
 
@@ -43,26 +54,27 @@ def main() -> None:
 
 def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
     """What to measure, by name."""
-    kind, threads, quick = wanted.clock, wanted.threads, wanted.quick
+    kind, count, quick = wanted.clock, wanted.threads, wanted.quick
 
     def repeats(name: str) -> int:
         return 2 if quick else REPEATS[name]
 
     def trained(name: str) -> Callable[[], list[Figure]]:
         work = smaller(WORKS[name]) if quick else WORKS[name]
-        return lambda: training.figures(work, repeats(name), kind, threads)
+        return lambda: training.figures(work, repeats(name), kind, count)
 
     if wanted.command == "frameworks":
         frameworks.install()
-        return {"frameworks": lambda: frameworks.figures(threads, quick)}
+        return {"frameworks": lambda: frameworks.figures(count, quick)}
     parts = {
         **{name: trained(name) for name in ("A", "B", "C")},
-        "D": lambda: mixing.figures(repeats("D"), kind, threads, quick),
-        "E": lambda: scale.figures(repeats("E"), kind, threads, quick),
+        "D": lambda: mixing.figures(repeats("D"), kind, count, quick),
+        "E": lambda: scale.figures(repeats("E"), kind, count, quick),
         "F": trained("F"),
-        "G": lambda: ranks.figures(repeats("G"), kind, threads, quick),
-        "H": lambda: adapters.figures(threads, quick),
-        "run": lambda: whole.figures(threads, quick),
+        "G": lambda: ranks.figures(repeats("G"), kind, count, quick),
+        "H": lambda: adapters.figures(count, quick),
+        "threads": lambda: threads.figures(repeats("threads"), quick),
+        "run": lambda: whole.figures(count, quick),
     }
     return {name: part for name, part in parts.items() if name in wanted.only}
 

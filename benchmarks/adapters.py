@@ -1,4 +1,4 @@
-"""Work G: adapters on one frozen body; the memory of 1,000 and 10,000 clients.
+"""Work H: adapters on one frozen body; the memory of 1,000 and 10,000 clients.
 
 What must be there is one body, and every client's adapters, head and examples. Fine-tuning the
 whole model would keep a body per client.
@@ -55,14 +55,14 @@ def figures(threads: int, quick: bool) -> list[Figure]:
         try:
             child = measure("benchmarks.adapters", clients, threads=threads)
         except ChildFailed as error:
-            found.append(Figure("G", name, None, note=str(error)))
+            found.append(Figure("H", name, None, note=str(error)))
             continue
         held = clients == CLIENTS[-1]
         value, target = child["grown"] / child["needed"], MEMORY_TARGET if held else None
-        found.append(Figure("G", name, value, "≤" if held else None, target, details=child))
+        found.append(Figure("H", name, value, "≤" if held else None, target, details=child))
         if held:
             whole = child["whole"] / child["needed"]
-            found.append(Figure("G", f"a body per client / needed, {clients:,} clients", whole))
+            found.append(Figure("H", f"a body per client / needed, {clients:,} clients", whole))
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.works import BATCH, Work
-from quiverfl.data.federated import Split
+from quiverfl.data.split import Split
 
 Batches = list[tuple[Tensor, Tensor]]
 Run = Callable[[], None]

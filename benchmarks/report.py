@@ -94,7 +94,7 @@ def _target(figure: Figure) -> str:
 
 
 def _order(work: str) -> tuple[int, str]:
-    return ("ABCDEFG".index(work) if work in "ABCDEFG" else 7, work)
+    return ("ABCDEFGH".index(work) if work in "ABCDEFGH" else 8, work)
 
 
 def _figure(record: dict[str, Any]) -> Figure:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quiverfl import DFedPGP, FederatedData, FedRep, Method, Task, Topology, Training
-from quiverfl.data.federated import Split
+from quiverfl.data.split import Split
 from quiverfl.models import make_model
 from quiverfl.topologies import random_push, star
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from quiverfl.data.federated import FederatedData
     from quiverfl.data.sharing import partition
     from quiverfl.data.sources import load_dataset
+    from quiverfl.data.sources.huggingface import from_huggingface
+    from quiverfl.data.sources.torch_items import from_torch
     from quiverfl.engine.settings import RunSettings
     from quiverfl.engine.simulate import simulate
     from quiverfl.engine.simulation_run import ClientState, Run
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from quiverfl.objectives import Metric
     from quiverfl.peer.peer import Peer
     from quiverfl.saved_runs import SavedRun, load_run
+    from quiverfl.sweeps.swept import Swept, sweep
     from quiverfl.task import Point, Seen, Task
     from quiverfl.topologies import (
         TOPOLOGIES,
@@ -169,6 +172,7 @@ __all__ = [
     "Seen",
     "Shared",
     "Start",
+    "Swept",
     "Task",
     "TensorBoard",
     "TopK",
@@ -186,8 +190,10 @@ __all__ = [
     "directed_ring",
     "erdos_renyi",
     "exponential",
+    "from_huggingface",
     "from_matrix",
     "from_networkx",
+    "from_torch",
     "full",
     "grid",
     "group_norm",
@@ -209,6 +215,7 @@ __all__ = [
     "similar_push",
     "simulate",
     "star",
+    "sweep",
     "torus",
     "unreliable",
 ]
@@ -304,6 +311,8 @@ _PLACES = {
     "RandomK": "quiverfl.transforms.compression",
     "TopK": "quiverfl.transforms.compression",
     "Dataset": "quiverfl.data.dataset",
+    "from_huggingface": "quiverfl.data.sources.huggingface",
+    "from_torch": "quiverfl.data.sources.torch_items",
     "load_dataset": "quiverfl.data.sources",
     "partition": "quiverfl.data.sharing",
     "MODELS": "quiverfl.models",
@@ -316,6 +325,8 @@ _PLACES = {
     "Experiment": "quiverfl.experiment",
     "SavedRun": "quiverfl.saved_runs",
     "load_run": "quiverfl.saved_runs",
+    "Swept": "quiverfl.sweeps.swept",
+    "sweep": "quiverfl.sweeps.swept",
     "Comparison": "quiverfl.comparison",
     "compare": "quiverfl.comparison",
     "report": "quiverfl.comparison",

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import html
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 _CELL = "padding:1px 12px 1px 0;text-align:left;border:0"
 
 
-class Shown:
+class Shown(ABC):
     """`facts` says what there is to say; both ways of showing it come from there."""
 
     def title(self) -> str:
         return type(self).__name__
 
-    def facts(self) -> Mapping[str, str]:
-        raise NotImplementedError
+    @abstractmethod
+    def facts(self) -> Mapping[str, str]: ...
 
     def __repr__(self) -> str:
         words = ", ".join(f"{name} {text}" for name, text in self.facts().items())

@@ -62,6 +62,8 @@ class DataConfig(Section):
     test_per_client: int | None = None
     validation: float | None = None
     augment: str = "none"
+    mapped: bool = False
+    """Inputs stay on disk; a batch is read when it is used."""
     seed: int | None = None
     """Of the partition; the run's own unless given."""
     options: Options = Field(default_factory=dict)
@@ -99,6 +101,8 @@ class TaskConfig(Section):
     loss: str = "cross_entropy"
     metrics: tuple[str, ...] | None = None
     """Those that are usual for the loss unless given; results are judged by the first."""
+    inputs: Literal["arguments", "tree"] = "arguments"
+    """Whether several inputs are several arguments of the model, or one."""
 
     @field_validator("metrics", mode="before")
     @classmethod

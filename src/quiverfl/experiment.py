@@ -26,7 +26,7 @@ from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods import find_method
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import adaptation
-from quiverfl.models import make_model
+from quiverfl.models import MODELS, make_model
 from quiverfl.references import is_reference, source_digest
 from quiverfl.run_folder import RunFolder
 from quiverfl.task import Task
@@ -66,9 +66,8 @@ class Experiment(Shown):
         method = make_method(config)
         found = load_data(config) if dataset is None else dataset
         shares = share_out(config, found)
-        data = federate(
-            found, shares, None if config.data.augment == "none" else config.data.augment
-        )
+        augment = None if config.data.augment == "none" else config.data.augment
+        data = federate(found, shares, augment, config.data.mapped)
         topology = topology_for(config, method, data.clients)
         return cls(config, found, make_task(config, found), data, shares, method, topology)
 
@@ -310,11 +309,18 @@ def make_task(config: Config, dataset: Dataset) -> Task:
     options = config.model.options()
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     name, shape, outputs = config.model.name, dataset.input_shape, dataset.outputs
+    for what, said in (("inputs", shape), ("targets", outputs)):
+        if isinstance(said, dict) and name in MODELS:
+            raise QuiverError(
+                f"model {name!r} cannot be made for several {what} ({', '.join(said)}): name a "
+                "model of your own, module:function."
+            )
     return Task(
         model=lambda: make_model(name, shape, outputs, **options),
         personal=config.model.personal,
         loss=config.task.loss,
         metrics=config.task.metrics,
+        inputs=config.task.inputs,
     )
 
 

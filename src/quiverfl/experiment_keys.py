@@ -24,7 +24,7 @@ RUNTIME = frozenset(
         *("device", "threads", "executor", "arithmetic"),
         *("checkpoint_every", "gradients", "keep_local"),
     )
-) | {"data.root"}
+) | {"data.root", "data.mapped"}
 """How and where a run is carried out and how closely it is watched: results differ by rounding at
 most, and the same files may lie elsewhere. `run.evaluate_every` decides what is recorded."""
 

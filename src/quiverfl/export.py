@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors
@@ -16,26 +16,43 @@ from quiverfl.config import Config
 from quiverfl.data.dataset import Dataset
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import Experiment, restored
+from quiverfl.models.traced import SUFFIXES, WORDS, Kind, two_of, write_traced
 from quiverfl.run_folder import RunFolder
+from quiverfl.task import given
+from quiverfl.trees import mapped
 
 Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 
-def export_client(folder: RunFolder, client: int, stage: str, out: Path) -> Iterator[str]:
-    """Write the model of one client of a run; what there is to say about it, line by line."""
+def export_client(
+    folder: RunFolder, client: int, stage: str, out: Path, also: Sequence[Kind] = ()
+) -> Iterator[str]:
+    """Write the model of one client of a run; what there is to say about it, line by line.
+
+    `also` as programs that run without this package, normalisation and all, beside it.
+    """
     run = restored(folder)
     experiment = run.made_from
     assert isinstance(experiment, Experiment)
     clients = experiment.data.clients
     if not 0 <= client < clients:
         raise QuiverError(f"--client {client}: there are {clients} clients, 0 … {clients - 1}.")
-    named = run.parameters(client, "local" if stage == "local" else "mixed")
+    which: Literal["local", "mixed"] = "local" if stage == "local" else "mixed"
+    named = run.parameters(client, which)
     tensors = {name: tensor.numpy().copy() for name, tensor in named.items()}
     names = experiment.data.names
     owner = {"client": client, "stage": stage, "rounds": len(run.rounds)}
     if names:
         owner["name"] = names[client]
     yield from write_model(tensors, experiment.config, experiment.dataset, owner, out)
+    arguments, keywords = given(two_of(experiment.dataset.train_x), experiment.task.inputs)
+    for kind in also:
+        place = out.with_suffix(SUFFIXES[kind])
+        try:
+            write_traced(kind, run.personal(client, which), arguments, keywords, place)
+        except QuiverError as error:
+            raise QuiverError(f"{error} {out} holds it all the same.") from error
+        yield f"{place} is {WORDS[kind]}: it takes inputs as they are in the data."
 
 
 def write_model(
@@ -61,7 +78,7 @@ def _description(config: Config, dataset: Dataset) -> dict[str, Any]:
         "classes": dataset.class_names,
         "mean": dataset.mean,
         "std": dataset.std,
-        "scale": 255 if dataset.train_x.dtype == np.uint8 else 1,
+        "scale": mapped(lambda x: 255 if x.dtype == np.uint8 else 1, dataset.train_x),
         "torch": torch.__version__,
     }
 

@@ -12,6 +12,8 @@ EXTRAS = {
     "ray": ("ray",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
+    "datasets": ("datasets",),
+    "export": ("onnx", "onnxscript", "onnxruntime"),
 }
 """The modules that Quiver imports of each."""
 

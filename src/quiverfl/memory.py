@@ -9,6 +9,7 @@ first thread's arena, so all of them share it.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from typing import TYPE_CHECKING
 
@@ -53,3 +54,12 @@ def in_large_pages(tensor: Tensor) -> Tensor:
         whole = size - size % LARGE_PAGE
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(whole), HUGEPAGE)
     return tensor
+
+
+def forget_pages(file: mmap.mmap) -> None:
+    """What was read of a file that is mapped for reading need not stay in this process's memory.
+
+    The system may still have it, and reads it again where it has not.
+    """
+    if hasattr(mmap, "MADV_DONTNEED"):
+        file.madvise(mmap.MADV_DONTNEED)

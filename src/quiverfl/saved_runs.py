@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from quiverfl.card import Shown, whole
-from quiverfl.data.federated import FederatedData, Split
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.split import Split
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.simulation_run import ClientState, Run, Stage, last_scores
 from quiverfl.errors import QuiverError
@@ -123,6 +124,8 @@ def _digest(data: FederatedData) -> str:
     found = hashlib.blake2b(digest_size=8)
     for split in (data.train, data.test):
         found.update(split.offsets.tobytes())
+        if split.places is not None:
+            found.update(split.places.tobytes())
         for leaf in tree_leaves((split.x, split.y)):
             found.update(repr((tuple(leaf.shape), str(leaf.dtype))).encode())
             found.update(leaf.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)

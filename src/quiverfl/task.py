@@ -124,7 +124,7 @@ class Task:
     def initial(self, seed: int, client: int = 0) -> Point:
         """The parameters a fresh model of this client starts with, in float32."""
         with _seeded(int(hashed(seed, "init", client)) >> 1):
-            named = {n: p.detach() for n, p in self.model().named_parameters()}
+            named = {n: _whole(p.detach()) for n, p in self.model().named_parameters()}
         return Point(self.shared_layout.join(named), self.personal_layout.join(named))
 
     def named(self, point: Point) -> dict[str, Tensor]:
@@ -155,6 +155,11 @@ class Task:
         if len(self.personal) != 1 or self.personal[0] not in dict(self.skeleton.named_modules()):
             return None
         return self.personal[0]
+
+
+def _whole(values: Tensor) -> Tensor:
+    """Of a model that comes in half precision: it is computed in the run's type."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def _below(name: str, prefix: str) -> bool:

@@ -43,6 +43,16 @@ def leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
+def mapped_by_path(function: Callable[[str, Any], Any], tree: Tree, name: str = "") -> Tree:
+    """The same tree with every leaf replaced; the function is given its path, too."""
+    if isinstance(tree, dict | tuple | list):
+        parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        before = f"{name}." if name else ""
+        found = {key: mapped_by_path(function, part, f"{before}{key}") for key, part in parts}
+        return found if isinstance(tree, dict) else type(tree)(found.values())
+    return function(name, tree)
+
+
 def first_leaf(tree: Tree) -> Any:
     return next(leaf for _, leaf in leaves(tree))
 

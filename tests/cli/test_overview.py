@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from quiverfl.cli.overview import overview
 from quiverfl.config import parse
+from quiverfl.sweeps.overview import overview
 from quiverfl.sweeps.plan import Cell
 from quiverfl.sweeps.where import Outcome
 

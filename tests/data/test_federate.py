@@ -9,7 +9,8 @@ import torch
 from data_files import images
 from quiverfl.data.augmentation import CropFlip
 from quiverfl.data.dataset import Dataset, channel_statistics
-from quiverfl.data.federated import Normalize, federate
+from quiverfl.data.federated import federate
+from quiverfl.data.normalize import Normalize
 from quiverfl.data.partition import partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
-from quiverfl.data.federated import FederatedData, Normalize
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.normalize import Normalize
 from quiverfl.engine.byte_images import ByteImages
 from quiverfl.engine.examples import Examples
 from quiverfl.seeds import hashed

@@ -246,6 +246,8 @@ ZOO = {
         {"loss": "next_token", "metrics": ["perplexity", "accuracy"]},
     ),
     "tied weights": Row(Tied, following, {"loss": "next_token"}),
+    "a model that comes in bfloat16": Row(lambda: Vectors().bfloat16()),
+    "a transformer that comes in float16": Row(lambda: Transformer().half(), padded),
 }
 
 

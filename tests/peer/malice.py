@@ -24,6 +24,7 @@ from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import UNIT, Transfer
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Member, Roster
+from quiverfl.peer.sender import open_channel
 from quiverfl.peer.wire import SERVICE, Announcement, Notice
 
 from .swarm import Options, build, free_ports
@@ -241,14 +242,15 @@ def _equivocating(node: Node) -> None:
 
 
 async def _restored(folder: Path, options: Options, progress: Progress) -> None:
-    """A third of the run, a backup, another third; then the backup, and on."""
+    """A few rounds, a backup, a few more; then the backup, and on."""
     rounds = options.rounds
-    async with member(folder, options):
-        await until(lambda: progress() >= rounds // 4, 300)
+    async with member(folder, options) as node:
+        sent = node.metrics.counts
+        await until(lambda: progress() >= rounds // 10 and sent["transfers"] > 0, 300)
     shutil.copytree(folder / "store", folder / "backup")
     async with member(folder, options) as node:
         sent = node.metrics.counts
-        await until(lambda: progress() >= rounds // 2 and sent["transfers"] > 2, 300)
+        await until(lambda: progress() >= rounds // 4 and sent["transfers"] > 0, 300)
     shutil.rmtree(folder / "store")
     shutil.copytree(folder / "backup", folder / "store")
     trusting = replace(options, settings={**options.settings, **TRUSTING})
@@ -323,8 +325,8 @@ async def _flooding(folder: Path, options: Options, progress: Progress) -> None:
         async def flood(peer: str) -> None:
             address = roster.member(peer).address
             bare = _connections(address, 100)
-            while True:
-                channel = node.neighbours.senders[peer]._connected()
+            channel = open_channel(address, peer, papers)
+            while bare:
                 silent = [channel.stream_stream(f"/{SERVICE}/Push")() for _ in range(20)]
                 for method in ("Hello", "Notices", "Order", "Nonsense"):
                     call = channel.unary_unary(f"/{SERVICE}/{method}")
@@ -332,10 +334,7 @@ async def _flooding(folder: Path, options: Options, progress: Progress) -> None:
                 await asyncio.sleep(0.1)
                 for call in silent:
                     call.cancel()
-                if not bare:
-                    return
 
-        assert papers.certificate
         await asyncio.gather(*(flood(peer) for peer in node.neighbours.senders))
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from quiverfl.errors import QuiverError
 from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import identity
 from quiverfl.peer.audit import Report, audit
@@ -254,11 +255,18 @@ class Swarm:
         return audit([read_statement(f / "store") for f in self.folders.values()], live=live)
 
     def frozen_audit(self) -> Report:
-        self.freeze(True)
-        try:
-            return self.audit()
-        finally:
-            self.freeze(False)
+        """A clock may stop while its process has the database to itself: then try again."""
+        for last in (False, False, False, True):
+            self.freeze(True)
+            try:
+                return self.audit()
+            except QuiverError as problem:
+                if last or "locked" not in str(problem):
+                    raise
+            finally:
+                self.freeze(False)
+            time.sleep(0.5)
+        raise AssertionError("unreachable")
 
     def wait_for_round(self, round: int, seconds: float = 60.0, names: Any = None) -> None:
         names = list(names or self.folders)

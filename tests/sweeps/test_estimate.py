@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from quiverfl.cli.overview import Account, _Bars, _Lines
 from quiverfl.config import Config, parse
 from quiverfl.data.sources import load_dataset
 from quiverfl.sweeps import estimate as estimating
 from quiverfl.sweeps.estimate import Estimate, cost_class, estimate, trial
 from quiverfl.sweeps.layout import Places
+from quiverfl.sweeps.overview import Account, _Bars, _Lines
 from quiverfl.sweeps.plan import Cell
 from quiverfl.sweeps.where import Outcome
 
@@ -147,21 +147,24 @@ def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
     from rich.progress import Progress, TextColumn
 
     cells = [Cell(config(run={"seed": seed}), case="Digits") for seed in range(2)]
-    columns = (TextColumn("{task.description}"), TextColumn("{task.fields[text]}"))
+    columns = (TextColumn("{task.description}"), TextColumn("{task.fields[done]}"))
     display = Progress(*columns, console=Console(file=io.StringIO(), force_terminal=True))
     bars = _Bars(display, Account(cells, {}))
     for cell in cells:
         bars.started(cell)
     bars.progressed(cells[0], 1, {})
     bars.progressed(cells[0], 5, {"local": 0.25, "mixed": 0.5})
-    shown = [(task.description, task.completed, task.fields["text"]) for task in display.tasks]
+    shown = [
+        (task.description, task.completed, task.fields["done"], task.fields["score"])
+        for task in display.tasks
+    ]
     assert shown == [
-        ("[bold]all cells", 0.125, "0 of 2 cells"),
-        ("DFedAvgM, Digits, seed 0", 5, "5/20 local 0.2500, mixed 0.5000"),
-        ("DFedAvgM, Digits, seed 1", 0, ""),
+        ("[bold]all cells", 0.125, "0 of 2 cells", ""),
+        ("DFedAvgM, Digits, seed 0", 5, "5/20", "local 0.2500, mixed 0.5000"),
+        ("DFedAvgM, Digits, seed 1", 0, "0/20", ""),
     ]
     bars.ended(Outcome(cells[0], "finished", 1.0))
-    assert [task.fields["text"] for task in display.tasks] == ["1 of 2 cells", ""]
+    assert [task.fields["done"] for task in display.tasks] == ["1 of 2 cells", "0/20"]
 
 
 def test_what_is_enough_for_now_costs_less(tmp_path: Path) -> None:

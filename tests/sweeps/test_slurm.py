@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
-from quiverfl.cli.overview import overview
 from quiverfl.errors import QuiverError
 from quiverfl.results.run_files import read_lines
 from quiverfl.sweeps.layout import Places
+from quiverfl.sweeps.overview import overview
 from quiverfl.sweeps.plan import load_sweep
 from quiverfl.sweeps.slurm_array import SlurmArray
 from quiverfl.sweeps.where import Needs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from quiverfl.results.tensorboard import COLUMNS
 Points = dict[str, float]
 
 
-class _Tracker(Callback):
+class _Tracker(Callback, ABC):
     """Gives `log` the numbers of a round, once it is complete."""
 
     def __init__(self) -> None:
         self._points: Points = {}
 
-    def log(self, points: Points, step: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def log(self, points: Points, step: int) -> None: ...
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
         import pandas as pd

@@ -21,7 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from quiverfl.data.dataset import Dataset, Integers
+from quiverfl.data.dataset import IDS, Dataset, Inputs, Integers
+from quiverfl.data.on_disk import pieces
 from quiverfl.data.partition import Partition, partition, partition_options
 from quiverfl.data.sources import (
     SOURCES,
@@ -33,6 +34,7 @@ from quiverfl.data.sources import (
 from quiverfl.data.sources.cache import FOLDER
 from quiverfl.data.sources.fetch import Report, fetch
 from quiverfl.errors import QuiverError
+from quiverfl.trees import leaves
 
 app = typer.Typer(invoke_without_command=True, help="List and fetch data sets.")
 partition_app = typer.Typer(no_args_is_help=True, help="Look at a partition.")
@@ -244,16 +246,27 @@ def _print_partition(shares: Partition, dataset: Dataset, title: str, inputs: st
 
 def _inputs(dataset: Dataset, source: str) -> str:
     """What the inputs are taken for, and what is done to them before they reach the model."""
-    x = dataset.train_x
-    shape = "×".join(str(side) for side in dataset.input_shape)
-    if dataset.is_ids:
+    if dataset.is_one:
+        return _input(dataset.train_x, bool(dataset.mean), source)
+    known = dataset.mean or {}
+    parts = leaves(dataset.train_x)
+    return "; ".join(f"{name}: {_input(x, name in known, source)}" for name, x in parts)
+
+
+def _input(x: Inputs, standardised: bool, source: str) -> str:
+    shape = "×".join(str(side) for side in x.shape[1:])
+    if x.dtype in IDS:
         return f"ids ({x.dtype}), shape {shape}, kept as they are"
     kind = "images (bytes)" if x.dtype == np.uint8 else f"numbers ({x.dtype})"
-    done = "standardised per channel" if dataset.mean else "kept as they are"
+    done = "standardised per channel" if standardised else "kept as they are"
     words = f"{kind}, shape {shape}, {done}"
-    if source in TOLD and x.dtype != np.uint8 and (x == np.trunc(x)).all():
+    if source in TOLD and x.dtype != np.uint8 and _all_whole(x):
         words += '; all are whole numbers: if they are ids, set data.options.inputs = "ids"'
     return words
+
+
+def _all_whole(x: Inputs) -> bool:
+    return all((piece == np.trunc(piece)).all() for piece in pieces(x))
 
 
 def _shaded(own: Integers) -> str:

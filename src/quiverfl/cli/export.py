@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,13 +23,19 @@ def export(
         Stage, typer.Option(help="After the last communication, or before it.")
     ] = Stage.mixed,
     out: Annotated[Path | None, typer.Option("--out", help="A .safetensors file.")] = None,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write ONNX beside it, too.")] = False,
+    program: Annotated[
+        bool, typer.Option("--program", help="Write a torch.export program (.pt2), too.")
+    ] = False,
 ) -> None:
     """Write a client's personal model with its normalisation, its labels and how to load it."""
     from quiverfl.export import export_client
     from quiverfl.run_folder import RunFolder
 
     path = out or folder / f"client-{client}.safetensors"
-    for line in export_client(RunFolder(folder), client, stage.value, path):
+    wanted: list[tuple[Literal["program", "onnx"], bool]] = [("program", program), ("onnx", onnx)]
+    also = [kind for kind, asked in wanted if asked]
+    for line in export_client(RunFolder(folder), client, stage.value, path, also):
         typer.echo(line)
 
 

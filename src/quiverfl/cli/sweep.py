@@ -6,12 +6,11 @@ import enum
 import json
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from quiverfl.cli.overview import describe, overview
 from quiverfl.cli.where import (
     Address,
     BringBack,
@@ -30,8 +29,10 @@ from quiverfl.extras import require
 from quiverfl.results import numbers
 from quiverfl.sweeps.checks import check_cells
 from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
+from quiverfl.sweeps.overview import describe, overview
+from quiverfl.sweeps.plan import Cell, Choice, load_sweep
 from quiverfl.sweeps.pool import check_inputs, pending
+from quiverfl.sweeps.swept import cell_rows
 from quiverfl.sweeps.where import Outcome, Where
 
 
@@ -208,23 +209,6 @@ def leave(cells: Sequence[Cell], places: Places) -> None:
         console.print(f"not finished: {describe(cell)}. {reason}", markup=False, soft_wrap=True)
     diverged = all(places.state(cell) == "diverged" for cell in failed)
     raise typer.Exit(3 if diverged else 2)
-
-
-def cell_rows(plan: Sweep, places: Places) -> list[dict[str, Any]]:
-    """What there is to know about each cell."""
-    return [
-        {
-            "cell": cell.name,
-            "case": cell.case,
-            **dict(cell.point),
-            "method": cell.config.method.name,
-            "seed": cell.config.run.seed,
-            "state": places.state(cell),
-            "folder": str(places.run(cell)),
-            "error": places.message(cell) if places.state(cell) != "finished" else "",
-        }
-        for cell in plan.cells
-    ]
 
 
 def write_events(cells: Sequence[Cell], places: Places, folder: Path) -> None:

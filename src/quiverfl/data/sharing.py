@@ -21,13 +21,15 @@ def partition(
     seed: int = 0,
     *,
     augment: str | Augment | None = None,
+    mapped: bool = False,
     **options: Any,
 ) -> FederatedData:
     """Share a data set (or one by its name) out between clients: what `simulate` takes.
 
     `name` is a way in data.partition.PARTITIONS and `options` are its own (alpha,
     classes_per_client, min_samples) or samples_per_client, test_per_client and validation. 20
-    clients unless given; under "natural" every owner is one.
+    clients unless given; under "natural" every owner is one. `mapped` leaves the inputs on disk,
+    where they lie there, and reads a batch when it is used: for data larger than memory.
     """
     found = load_dataset(dataset) if isinstance(dataset, str) else dataset
     if not isinstance(found, Dataset):
@@ -48,4 +50,4 @@ def partition(
         "augment": augment if isinstance(augment, str) else "none" if augment is None else "own",
         "seed": seed,
     }
-    return replace(federate(found, shares, augment), origin=origin)
+    return replace(federate(found, shares, augment, mapped), origin=origin)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.config import Config
+from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import federate
 from quiverfl.distributed.columns import BLOCK_BYTES
 from quiverfl.distributed.placement import Placement
@@ -25,6 +26,7 @@ from quiverfl.experiment import (
 )
 from quiverfl.methods.state import fields_of
 from quiverfl.topologies.graph import Graph
+from quiverfl.trees import leaves
 
 Integers = npt.NDArray[np.int64]
 
@@ -109,9 +111,15 @@ def needs_of(config: Config) -> Needs:
         shared=0 if shared is None else shared.nbytes,
         model=model,
         chunk=shard.together,
-        examples=(train + test) * (dataset.train_x[:1].nbytes + dataset.train_y[:1].nbytes),
+        examples=(train + test) * _example(config, dataset),
         graph=topology_for(config, method, shares.clients)(0),
     )
+
+
+def _example(config: Config, dataset: Dataset) -> int:
+    """Bytes of one; inputs that stay on disk take none."""
+    inputs = 0 if config.data.mapped else sum(x[:1].nbytes for _, x in leaves(dataset.train_x))
+    return int(inputs + dataset.train_y[:1].nbytes)
 
 
 def available_memory() -> int | None:

@@ -107,7 +107,7 @@ def _made(config: Config, ranks: Ranks) -> _Made:
         ranks,
         federation,
         make_task(config, dataset),
-        federate(dataset, here, augment),
+        federate(dataset, here, augment, config.data.mapped),
         method,
         topology_for(config, method, shares.clients),
         config.training.training(),

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.augmentation import CropFlip
-from quiverfl.data.federated import FederatedData, Normalize
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.normalize import Normalize
 from quiverfl.seeds import Hashes
 
 Bytes = npt.NDArray[np.uint8]

@@ -9,16 +9,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.data.federated import FederatedData, Split
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.split import Split
 from quiverfl.engine.byte_images import ByteImages
+from quiverfl.memory import forget_pages
 from quiverfl.seeds import Hashes
 from quiverfl.trees import Tree, mapped
 
 Integers = npt.NDArray[np.int64]
 
 
+READ = 64 << 20
+"""Bytes of a file that may be in memory before its pages are forgotten."""
+AROUND = 2 << 20
+"""What the system may bring into memory around a byte that is read: a large page."""
+
+
 class Examples:
-    """One split. Inputs that are floats already are cast once; others when they are gathered."""
+    """One split. Inputs that are floats already are cast once; others when they are gathered.
+
+    Inputs that were left where they lie are read when they are gathered, and only then cast.
+    """
 
     def __init__(
         self,
@@ -31,18 +42,27 @@ class Examples:
             whole = tensor.is_floating_point() and prepared
             return tensor.to(device=device, dtype=dtype if whole else None)
 
-        x = mapped(lambda leaf: cast(leaf, data.prepare is None), split.x)
+        x = split.x
+        if split.places is None:
+            x = mapped(lambda leaf: cast(leaf, data.prepare is None), x)
         self._split = replace(split, x=x, y=mapped(cast, split.y))
         self._prepare, self._augment = data.prepare, data.augment
         self._dtype, self._device = dtype, device
         self._data = data
         self._images: ByteImages | None = None
+        self._format = torch.contiguous_format
+        self._read = 0
 
     def laid_out(self, image_format: torch.memory_format) -> Examples:
         """The same, which hands images over in this format; numbers do not depend on it."""
-        if isinstance(self._split.x, Tensor):
-            self._images = ByteImages.of(self._split.x, self._data, self._dtype, image_format)
+        self._format = image_format
+        if self._split.places is None:
+            self._images = self._as_images(self._split.x)
         return self
+
+    def _as_images(self, x: Tree) -> ByteImages | None:
+        one = isinstance(x, Tensor)
+        return ByteImages.of(x, self._data, self._dtype, self._format) if one else None
 
     @property
     def sizes(self) -> Integers:
@@ -67,9 +87,36 @@ class Examples:
 
         if self._images is not None:
             x: Tree = self._images.take(flat, keys)
+        elif self._split.places is not None:
+            x = self._fetched(self._split.places[flat], keys)
         else:
             x = self._ready(mapped(taken, self._split.x), keys)
         return mapped(shaped, x), mapped(lambda leaf: shaped(taken(leaf)), self._split.y)
+
+    def _fetched(self, places: Integers, keys: Hashes | None) -> Tree:
+        """From where the inputs lie."""
+        index = torch.from_numpy(places)
+        raw = mapped(lambda leaf: self._rows(leaf, index), self._split.x)
+        images = self._as_images(raw)
+        if images is not None:
+            return images.take(np.arange(len(places)), keys)
+        return self._ready(mapped(lambda leaf: leaf.to(self._device), raw), keys)
+
+    def _rows(self, leaf: Tensor, index: Tensor) -> Tensor:
+        """Rows of what may lie in a file, whose pages are forgotten every now and then."""
+        if not self._split.files or leaf.nbytes <= READ:
+            return leaf.index_select(0, index)
+        found = leaf.new_empty(len(index), *leaf.shape[1:])
+        step = max(1, READ // (leaf[0].nbytes + AROUND))
+        for start in range(0, len(index), step):
+            some = slice(start, start + step)
+            torch.index_select(leaf, 0, index[some], out=found[some])
+            self._read += len(index[some])
+            if self._read >= step:
+                self._read = 0
+                for file in self._split.files:
+                    forget_pages(file)
+        return found
 
     def _ready(self, x: Tree, keys: Hashes | None) -> Tree:
         if self._prepare is not None:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.data.federated import FederatedData, Split
+from quiverfl.data.federated import FederatedData
+from quiverfl.data.split import Split
 from quiverfl.engine.programs import Program, is_convolutional
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.workers import MOST
@@ -147,7 +148,9 @@ def first_state(task: Task, data: FederatedData, method: Method, settings: RunSe
 
 
 def _bytes(split: Split) -> int:
-    return sum(int(leaf.nbytes) for _, leaf in leaves((split.x, split.y)))
+    """Inputs that stay on disk take none."""
+    parts = (split.x, split.y) if split.places is None else (split.y,)
+    return sum(int(leaf.nbytes) for _, leaf in leaves(parts))
 
 
 def _chunk(task: Task, settings: RunSettings) -> int:

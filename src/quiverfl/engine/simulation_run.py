@@ -57,8 +57,9 @@ class Prepared(nn.Module):
         super().__init__()
         self.model, self.prepare, self._inputs = model, prepare, inputs
 
-    def forward(self, x: Tree) -> Any:
-        """Inputs that are several arguments of the model are one dictionary or tuple here."""
+    def forward(self, *several: Tree, **named: Tree) -> Any:
+        """Several inputs come as the model takes them, or as one dictionary or tuple."""
+        x = named or (several[0] if len(several) == 1 else several)
         like = next(self.model.parameters())
 
         def cast(leaf: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.splitting import Split, check_peer_method, splitting
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.experiment import (
     load_data,
     make_method,
@@ -36,6 +37,7 @@ from quiverfl.peer.store import NoStore, Store
 from quiverfl.seeds import stream
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
+from quiverfl.trees import mapped
 
 CACHE = "cache"
 Record = Callable[[dict[str, Any]], None]
@@ -80,6 +82,9 @@ def build_learner(folder: PeerFolder) -> PeerParts:
     config, number = configuration(folder), folder.number
     method = make_method(config)
     check_peer_method(method)
+    if config.run.gradients:
+        text = "run.gradients: no peer can measure them alone; only the simulation records them."
+        warnings.warn(text, QuiverWarning, stacklevel=2)
     members = len(folder.roster.members)
     topology = topology_for(config, method, members)
     split = splitting(method, topology, config.run.rounds)
@@ -106,7 +111,7 @@ def build_learner(folder: PeerFolder) -> PeerParts:
 
 def _federated(config: Config, dataset: Dataset, shares: Partition) -> FederatedData:
     augment = None if config.data.augment == "none" else config.data.augment
-    return federate(dataset, shares, augment)
+    return federate(dataset, shares, augment, config.data.mapped)
 
 
 def dataset_of(folder: PeerFolder, config: Config) -> Dataset:
@@ -132,14 +137,15 @@ def _held_out(dataset: Dataset, share: float) -> Dataset:
     order = stream(0, "peer test", len(dataset.train_y)).permutation(len(dataset.train_y))
     count = max(1, int(len(order) * share))
     test, train = np.sort(order[:count]), np.sort(order[count:])
+    learned = dataset.train_target
     return replace(
         dataset,
-        train_x=dataset.train_x[train],
+        train_x=mapped(lambda leaf: leaf[train], dataset.train_x),
         train_y=dataset.train_y[train],
-        test_x=dataset.train_x[test],
+        test_x=mapped(lambda leaf: leaf[test], dataset.train_x),
         test_y=dataset.train_y[test],
-        train_target=None if dataset.train_target is None else dataset.train_target[train],
-        test_target=None if dataset.train_target is None else dataset.train_target[test],
+        train_target=None if learned is None else mapped(lambda leaf: leaf[train], learned),
+        test_target=None if learned is None else mapped(lambda leaf: leaf[test], learned),
         train_owner=None,
         test_owner=None,
         owner_names=(),

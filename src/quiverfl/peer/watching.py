@@ -17,6 +17,8 @@ from quiverfl.peer.peer_folder import PEER, PeerFolder
 
 LARGEST = 1 << 22
 """Bytes that are read of an endpoint's answer; a peer's is far smaller."""
+LATE = 1.0
+"""Seconds after which a share counts as waiting: every one takes a moment."""
 KEPT = 600
 """Moments that are kept for the curves."""
 
@@ -143,6 +145,6 @@ def main_score(peer: SeenPeer) -> float | None:
 
 
 def waiting(peers: Iterable[SeenPeer]) -> list[tuple[str, SeenLink]]:
-    """Links whose share has not been taken yet, longest first."""
-    found = [(p.name, link) for p in peers for link in p.links if link.waiting_seconds > 0]
+    """Links whose share has not been taken for a while, longest first."""
+    found = [(p.name, link) for p in peers for link in p.links if link.waiting_seconds >= LATE]
     return sorted(found, key=lambda pair: -pair[1].waiting_seconds)

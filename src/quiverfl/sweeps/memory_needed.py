@@ -8,6 +8,7 @@ from quiverfl.engine.footprint import OVERHEAD, predict
 from quiverfl.experiment import DataShelf, Experiment
 from quiverfl.sweeps.estimate import cost_class
 from quiverfl.sweeps.plan import Cell
+from quiverfl.trees import leaves
 
 MARGIN = 1.25
 
@@ -33,6 +34,7 @@ def _needed(cell: Cell, shelf: DataShelf) -> int | None:
         footprint = predict(one.task, one.data, one.method, one.training, one.settings)
     except Exception:  # data or code that is not here: the cell itself will say it
         return None
-    arrays = (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)
-    loaded = sum(array.nbytes for array in arrays)
+    mapped = cell.config.data.mapped
+    inputs = () if mapped else (dataset.train_x, dataset.test_x)
+    loaded = sum(a.nbytes for _, a in leaves((*inputs, dataset.train_y, dataset.test_y)))
     return int(MARGIN * (footprint.total + loaded)) + OVERHEAD

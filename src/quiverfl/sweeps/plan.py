@@ -102,8 +102,12 @@ class Choice:
 
 def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = None) -> Sweep:
     """Read and check the whole plan before anything runs; without a scale, as the file has it."""
-    choice = choice or Choice()
     tree = read_toml(path, f"{path}: no such sweep file.")
+    return plan_of(tree, path, choice or Choice(), scale)
+
+
+def plan_of(tree: Tree, path: Path, choice: Choice, scale: str | None = None) -> Sweep:
+    """The cells of a sweep that is written as a file, or as a dictionary under such a name."""
     for key in tree:
         if key not in KNOWN:
             raise QuiverError(f"{path}: unknown key {key!r}; {nearest(key, KNOWN)}")

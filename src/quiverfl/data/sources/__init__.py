@@ -17,6 +17,7 @@ from quiverfl.data.sources.cache import FOLDER, cached
 from quiverfl.data.sources.cifar import read_cifar10, read_cifar100
 from quiverfl.data.sources.digits import load_digits
 from quiverfl.data.sources.fetch import Download, is_there
+from quiverfl.data.sources.huggingface import read_huggingface
 from quiverfl.data.sources.idx import FASHION_MNIST, MNIST, read_fashion_mnist, read_mnist
 from quiverfl.data.sources.image_folder import read_folder
 from quiverfl.data.sources.npz import read_npz
@@ -108,8 +109,9 @@ SOURCES: dict[str, Source] = {
         ),
     ),
     "folder": Source("your images, one folder per class", "own", read_folder),
-    "npz": Source("your arrays x, y, perhaps owner", "own", read_npz),
+    "npz": Source("your arrays x, y, perhaps owner: .npz, or a folder of .npy", "own", read_npz),
     "table": Source("your .parquet or .csv, perhaps with an owner column", "own", read_table),
+    "huggingface": Source("a folder of datasets' save_to_disk", "own", read_huggingface),
 }
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
+from quiverfl.data.dataset import Dataset, Inputs, Integers, PerChannel, channel_statistics
+from quiverfl.data.on_disk import Rows
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.trees import first_leaf, leaves, mapped_by_path
 
 Values = npt.NDArray[Any]
+Kinds: TypeAlias = str | Mapping[str, str] | None
+"""One word for all inputs, or for all targets; or one for each, by name."""
 COLOURS = (1, 3, 4)
 KINDS = ("ids", "numbers")
 """What `data.options.inputs` may be."""
@@ -21,30 +26,38 @@ TARGETS = ("labels", "numbers", "ids")
 def from_arrays(
     name: str,
     where: str,
-    train: tuple[Values, Values],
-    test: tuple[Values, Values],
+    train: tuple[Any, Any],
+    test: tuple[Any, Any],
     owners: tuple[Values, Values] | None = None,
     classes: int | None = None,
-    ids: bool = False,
-    targets: str | None = None,
+    inputs: Kinds = None,
+    targets: Kinds = None,
+    are_ids: Callable[[str, Values], bool] = lambda path, x: False,
 ) -> Dataset:
     """A Dataset whose inputs are normalised by channel, or ids; `where` is the file, for messages.
 
-    `ids` keeps the inputs as the whole numbers they are. `targets` says that what is learned is
-    "numbers" or "ids" and not a label; all examples then have one label.
+    Inputs and targets may be dictionaries. `inputs` says which of them are "ids" and which
+    "numbers", `are_ids` where it does not. `targets` says that what is learned is "numbers" or
+    "ids" and not a label, as several targets always are; all examples then have one label.
     """
-    train_x, test_x = (as_ids(where, x) if ids else as_inputs(where, x) for x, _ in (train, test))
+    ids = {path: _ids(path, x, inputs, are_ids) for path, x in leaves(train[0])}
+
+    def ready(path: str, x: Values) -> Inputs:
+        called = f"{where}, {path!r}" if path else where
+        return as_ids(called, x) if ids[path] else as_inputs(called, x)
+
+    train_x, test_x = (mapped_by_path(ready, x) for x, _ in (train, test))
     train_target, test_target = as_targets(where, train[1], test[1], targets)
     labels = (train[1], test[1])
     if train_target is not None:
-        labels = (np.zeros(len(train[1]), np.int64), np.zeros(len(test[1]), np.int64))
-        classes = 1
+        first, second = (np.zeros(len(first_leaf(part)), np.int64) for part in labels)
+        labels, classes = (first, second), 1
     train_y, test_y, class_names = as_labels(where, *labels, classes)
     train_owner = test_owner = None
     owner_names: tuple[str, ...] = ()
     if owners is not None:
         train_owner, test_owner, owner_names = _numbered(*owners)
-    mean, std = channel_statistics(train_x) if len(train_x) and not ids else ((), ())
+    mean, std = _statistics(train_x, ids)
     return Dataset(
         name=name,
         train_x=train_x,
@@ -63,8 +76,21 @@ def from_arrays(
     )
 
 
-def as_inputs(where: str, x: Values) -> Inputs:
+def _statistics(x: Any, ids: Mapping[str, bool]) -> tuple[PerChannel, PerChannel]:
+    found = {
+        path: channel_statistics(leaf) for path, leaf in leaves(x) if len(leaf) and not ids[path]
+    }
+    if "" in ids:
+        return found.get("", ((), ()))
+    return {path: mean for path, (mean, _) in found.items()}, {
+        path: std for path, (_, std) in found.items()
+    }
+
+
+def as_inputs(where: str, x: Any) -> Inputs:
     """Bytes with two or three sides are images, channels first in the end; the rest is float32."""
+    if isinstance(x, Rows):
+        return x.changed(lambda part: as_inputs(where, part))  # type: ignore[return-value]
     if x.ndim == 4 and x.shape[3] in COLOURS and x.shape[1] not in COLOURS:
         x = x.transpose(0, 3, 1, 2)
     if x.dtype == np.uint8 and x.ndim in (3, 4):
@@ -75,8 +101,10 @@ def as_inputs(where: str, x: Values) -> Inputs:
     return np.ascontiguousarray(x, dtype=np.float32)
 
 
-def as_ids(where: str, x: Values) -> Inputs:
+def as_ids(where: str, x: Any) -> Inputs:
     """Whole numbers of any shape [n, …]: int32 where given, which saves memory, else int64."""
+    if isinstance(x, Rows):
+        return x.changed(lambda part: as_ids(where, part))  # type: ignore[return-value]
     if not np.issubdtype(x.dtype, np.integer):
         raise QuiverError(
             f"{where}: inputs are {x.dtype}, and ids are whole numbers: store them as integers, "
@@ -94,34 +122,48 @@ def _check_axes(where: str, x: Values) -> None:
         )
 
 
-def are_ids(inputs: str | None, unless_said: bool) -> bool:
-    """What `data.options.inputs` says the inputs are."""
-    if inputs is None:
-        return unless_said
-    if inputs not in KINDS:
-        raise QuiverError(f"data.options.inputs = {inputs!r}: {nearest(inputs, KINDS)}")
-    return inputs == "ids"
+def _ids(path: str, x: Values, inputs: Kinds, unless_said: Callable[[str, Values], bool]) -> bool:
+    """What `data.options.inputs` says of one of the inputs."""
+    said = _said("inputs", path, inputs, KINDS)
+    return unless_said(path, x) if said is None else said == "ids"
 
 
-def as_targets(
-    where: str, train: Values, test: Values, kind: str | None
-) -> tuple[Inputs | None, Inputs | None]:
+def _said(option: str, path: str, kinds: Kinds, known: Sequence[str]) -> str | None:
+    """One word for all of them, or a dictionary by their names."""
+    said = kinds.get(path) if isinstance(kinds, Mapping) else kinds
+    if said is not None and said not in known:
+        called = f"{option}.{path}" if isinstance(kinds, Mapping) else option
+        raise QuiverError(f"data.options.{called} = {said!r}: {nearest(str(said), known)}")
+    return said
+
+
+def as_targets(where: str, train: Any, test: Any, kinds: Kinds) -> tuple[Any, Any]:
     """Numbers of any shape as float32 or ids as int64; nothing where labels are learned."""
-    if kind is None or kind == "labels":
+    several = isinstance(train, dict | tuple)
+    if not several and _said("targets", "", kinds, TARGETS) in (None, "labels"):
         return None, None
-    if kind not in TARGETS:
-        raise QuiverError(f"data.options.targets = {kind!r}: {nearest(kind, TARGETS)}")
+
+    def kind_of(path: str) -> str:
+        said = _said("targets", path, kinds, TARGETS[1:] if several else TARGETS)
+        whole = np.issubdtype(dict(leaves(train))[path].dtype, np.integer)
+        return said or ("ids" if whole else "numbers")
+
+    def ready(path: str, part: Values) -> Inputs:
+        called = f"{where}, {path!r}" if path else where
+        return _as_target(called, part, kind_of(path))
+
+    return mapped_by_path(ready, train), mapped_by_path(ready, test)
+
+
+def _as_target(where: str, part: Values, kind: str) -> Inputs:
     wanted: Any = np.integer if kind == "ids" else np.number
-    for part in (train, test):
-        if not np.issubdtype(part.dtype, wanted) and not (
-            kind == "numbers" and part.dtype == np.bool_
-        ):
-            words = "whole numbers" if kind == "ids" else "numbers"
-            raise QuiverError(
-                f"{where}: targets are {part.dtype}; data.options.targets = {kind!r} needs {words}."
-            )
-    kinds = np.int64 if kind == "ids" else np.float32
-    return np.ascontiguousarray(train, kinds), np.ascontiguousarray(test, kinds)
+    truth = kind == "numbers" and part.dtype == np.bool_
+    if not np.issubdtype(part.dtype, wanted) and not truth:
+        words = "whole numbers" if kind == "ids" else "numbers"
+        raise QuiverError(
+            f"{where}: targets are {part.dtype}; data.options.targets = {kind!r} needs {words}."
+        )
+    return np.ascontiguousarray(part, np.int64 if kind == "ids" else np.float32)
 
 
 def as_labels(

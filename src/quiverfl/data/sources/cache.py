@@ -13,19 +13,21 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from quiverfl.data.dataset import Dataset
+from quiverfl.data.on_disk import pieces
 from quiverfl.durable import whole, workplace
 from quiverfl.errors import QuiverError
 
 FOLDER = ".quiver-cache"
-VERSION = 3
+VERSION = 4
 """Of what readers make of the same files: a cache from before is not taken for it."""
 MAPPED = ("train_x", "test_x")
-LOADED = ("train_y", "test_y", "train_owner", "test_owner", "train_target", "test_target")
+LABELS = ("train_y", "test_y", "train_owner", "test_owner")
+TARGETS = ("train_target", "test_target")
 DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)
 
 
@@ -96,10 +98,14 @@ def _entries(files: Path) -> Iterator[tuple[str, int, int]]:
 def save_arrays(dataset: Dataset, folder: Path) -> None:
     """The arrays as .npy files and the rest as JSON."""
     folder.mkdir(parents=True)
-    for key in (*MAPPED, *LOADED):
-        array = getattr(dataset, key)
-        if array is not None:
-            np.save(folder / f"{key}.npy", array, allow_pickle=False)
+    for key in LABELS:
+        if getattr(dataset, key) is not None:
+            np.save(folder / f"{key}.npy", getattr(dataset, key), allow_pickle=False)
+    forms = {}
+    for key in (*MAPPED, *TARGETS):
+        tree = getattr(dataset, key)
+        if tree is not None:
+            forms[key] = _save_tree(tree, folder, key)
     facts = {
         "name": dataset.name,
         "classes": dataset.classes,
@@ -108,20 +114,61 @@ def save_arrays(dataset: Dataset, folder: Path) -> None:
         "std": dataset.std,
         "owner_names": dataset.owner_names,
         "known_digest": dataset.digest,
+        "forms": forms,
     }
     (folder / "dataset.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _save_tree(tree: Any, folder: Path, name: str) -> Any:
+    """Every array in a file of its own; what the tree looks like, with their names."""
+    if isinstance(tree, dict):
+        parts = [_save_tree(tree[k], folder, f"{name}-{i}") for i, k in enumerate(tree)]
+        return {"keys": list(tree), "parts": parts}
+    if isinstance(tree, tuple | list):
+        return {"parts": [_save_tree(part, folder, f"{name}-{i}") for i, part in enumerate(tree)]}
+    with (folder / f"{name}.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(
+            file,
+            {
+                "descr": np.lib.format.dtype_to_descr(tree.dtype),
+                "fortran_order": False,
+                "shape": tuple(tree.shape),
+            },
+        )
+        for piece in pieces(tree):
+            file.write(np.ascontiguousarray(piece).data)
+    return name
+
+
+def _load_tree(form: Any, read: Callable[[str], Any]) -> Any:
+    if isinstance(form, str):
+        return read(form)
+    parts = [_load_tree(part, read) for part in form["parts"]]
+    return dict(zip(form["keys"], parts, strict=True)) if "keys" in form else tuple(parts)
 
 
 def load_arrays(folder: Path) -> Dataset:
     """What `save_arrays` wrote; the inputs stay on disk and are mapped into memory."""
     facts = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
-    arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="r") for key in MAPPED}
-    for key in LOADED:
-        path = folder / f"{key}.npy"
-        arrays[key] = np.load(path, allow_pickle=False) if path.exists() else None
-    for key in ("class_names", "mean", "std", "owner_names"):
+    forms = facts.pop("forms")
+
+    def read(name: str, mode: Literal["r"] | None = None) -> Any:
+        return np.load(folder / f"{name}.npy", mmap_mode=mode, allow_pickle=False)
+
+    arrays = {key: _load_tree(forms[key], lambda name: read(name, "r")) for key in MAPPED}
+    arrays |= {key: _load_tree(forms[key], read) for key in TARGETS if key in forms}
+    arrays |= {key: read(key) for key in LABELS if (folder / f"{key}.npy").exists()}
+    for key in ("class_names", "owner_names"):
         facts[key] = tuple(facts[key])
+    for key in ("mean", "std"):
+        facts[key] = _tuples(facts[key])
     try:
         return Dataset(**facts, **arrays)
     except QuiverError as error:
         raise ValueError(str(error)) from error
+
+
+def _tuples(per_channel: Any) -> Any:
+    if isinstance(per_channel, dict):
+        return {name: tuple(numbers) for name, numbers in per_channel.items()}
+    return tuple(per_channel)

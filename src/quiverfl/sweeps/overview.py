@@ -1,8 +1,10 @@
-"""What is shown while many cells run: bars on a terminal, plain lines elsewhere, or nothing."""
+"""What is shown while many cells run: bars on a terminal, one line that changes in a notebook,
+plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from quiverfl.sweeps.plan import Cell
 from quiverfl.sweeps.where import Outcome, Watcher
 
 SECONDS_BETWEEN_LINES = 30.0
+SECONDS_BETWEEN_UPDATES = 1.0
 
 
 @contextlib.contextmanager
@@ -40,6 +43,8 @@ def overview(
     account = Account(cells, seconds)
     if quiet:
         yield _Nothing()
+    elif console.is_jupyter:
+        yield _Notebook(console, account)
     elif console.is_terminal:
         with Progress(*columns(console.width), console=console) as display:
             yield _Bars(display, account)
@@ -174,6 +179,8 @@ class _Bars:
 class _Lines:
     """A line when a cell ends, and now and then one about those that run."""
 
+    pause = SECONDS_BETWEEN_LINES
+
     def __init__(self, console: Console, account: Account) -> None:
         self._console, self._account = console, account
         self._lock = threading.Lock()
@@ -192,7 +199,7 @@ class _Lines:
         with self._lock:
             self._account.progressed(cell, rounds)
             self._running[cell.name] = f"{describe(cell)} round {rounds}/{cell.config.run.rounds}"
-            if time.monotonic() - self._last > SECONDS_BETWEEN_LINES:
+            if time.monotonic() - self._last > self.pause:
                 self._say(f"running: {'; '.join(self._running.values())}")
 
     def ended(self, outcome: Outcome) -> None:
@@ -205,6 +212,28 @@ class _Lines:
         self._last = time.monotonic()
         line = f"[{self._account.words()}{self._account.left}] {text}"
         self._console.print(line, markup=False, soft_wrap=True)
+
+
+class _Notebook(_Lines):
+    """One output of the cell of a notebook, replaced as the sweep goes; it needs no widgets."""
+
+    pause = SECONDS_BETWEEN_UPDATES
+
+    def __init__(self, console: Console, account: Account) -> None:
+        from IPython.display import display
+
+        super().__init__(console, account)
+        self._handle = display({"text/html": self._bar("")}, raw=True, display_id=True)
+
+    def _say(self, text: str) -> None:
+        self._last = time.monotonic()
+        if self._handle is not None:
+            self._handle.update({"text/html": self._bar(text)}, raw=True)
+
+    def _bar(self, text: str) -> str:
+        account = self._account
+        words = html.escape(f"{account.words()}{account.left}")
+        return f'<progress value="{account.share:.3f}"></progress> {words}. {html.escape(text)}'
 
 
 def describe(cell: Cell) -> str:
