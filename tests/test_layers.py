@@ -24,7 +24,7 @@ LAYERS = [
     {"callbacks"},
     {"config", "run_lines"},
     {"run_folder"},
-    {"experiment"},
+    {"experiment", "device_check"},
     {"saved_runs"},
     {"export", "comparison"},
     {"distributed"},

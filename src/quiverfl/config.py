@@ -179,7 +179,11 @@ class RunConfig(Section):
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
     threads: int | None = Field(default=None, ge=1)
-    executor: Literal["auto", "vectorized", "sequential"] = "auto"
+    executor: Literal["auto", "vectorized", "sequential", "measure"] = "auto"
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    compile: bool = False
+    states: Literal["device", "host"] = "device"
+    """Where the clients' states lie while others train."""
     arithmetic: Literal["matrix", "peers"] = "matrix"
     """ "peers": rounded as real peers round, so that sync peers equal this run bit for bit."""
     checkpoint_every: int = Field(default=10, ge=1)

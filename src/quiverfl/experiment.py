@@ -371,6 +371,9 @@ def settings_of(config: Config, clients: int) -> RunSettings:
         keep_local=run.keep_local,
         gradients=run.gradients,
         checkpoint_every=run.checkpoint_every,
+        precision=run.precision,
+        compile=run.compile,
+        states=run.states,
     )
 
 

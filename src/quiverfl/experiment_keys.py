@@ -21,7 +21,7 @@ are taken over the values that differ from their defaults. Folders of version 0.
 RUNTIME = frozenset(
     f"run.{key}"
     for key in (
-        *("device", "threads", "executor", "arithmetic"),
+        *("device", "threads", "executor", "compile", "states", "arithmetic"),
         *("checkpoint_every", "gradients", "keep_local"),
     )
 ) | {"data.root", "data.mapped"}

@@ -57,7 +57,7 @@ def test_what_a_thousand_resnets_need() -> None:
         kept=0,
         message=model,
         shared=model,
-        model=model,
+        training=6 * model,
         chunk=1,
         examples=np.full(1000, 50 * 3072),
         graph=qv.random_push(clients=1000, neighbors=10)(0),

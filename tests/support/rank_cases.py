@@ -134,7 +134,7 @@ def refused(ranks: Ranks, folder: Path) -> str:
     """A checkpoint that rank 0 cannot write: both ranks learn it, and neither waits."""
     chosen = settings(qv.DFedPGP())
     made = simulation(ranks, qv.DFedPGP(), qv.random_push(clients=CLIENTS, neighbors=2), chosen)
-    shard = made._shard()
+    shard = made._shard(chosen)
     taken = Checkpoint.take(1, shard, MatrixExchange(), qv.engine.history.History())
     checkpoints = GatheredCheckpoints(ranks, made.placement)
     file = folder / "a-file"

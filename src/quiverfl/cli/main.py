@@ -21,7 +21,7 @@ try:
 
     import quiverfl
     from quiverfl.cli.plain_text import allow_any_encoding
-    from quiverfl.distributed.rank_environment import speaks
+    from quiverfl.distributed.rank_environment import speaks, world_size
     from quiverfl.errors import Diverged, QuiverError, QuiverWarning
     from quiverfl.memory import keep_freed_memory
 except KeyboardInterrupt:  # in the first moments, before there is a `main` to catch it
@@ -79,6 +79,11 @@ COMMANDS = {
         "theory",
         "Measure DFedPGP's rate, what connectivity is worth, and what push-sum conserves.",
     ),
+    "doctor": (
+        "doctor",
+        "doctor",
+        "Verify a device: its numbers against the CPU, its speed against a bare loop, its memory.",
+    ),
     "methods": (
         "run",
         "methods",
@@ -95,6 +100,8 @@ COMMANDS = {
     "partition": ("data", "partition_app", "Look at a partition."),
 }
 """Module of quiverfl.cli, function or group in it, and the first sentence of its help."""
+ONE_PROCESS = ("compare", "extend", "sweep", "tune", "reproduce", "theory", "doctor", "peer")
+"""Commands that many ranks would each carry out, in the same folders."""
 
 
 class Late(TyperCommand):
@@ -113,6 +120,11 @@ class Late(TyperCommand):
         return get_command(alone)
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        if self.name in ONE_PROCESS and world_size() > 1:
+            raise QuiverError(
+                f"quiver {self.name} is one process, and this is one of {world_size()} ranks "
+                "(WORLD_SIZE): start it without torchrun. Ranks share a `run` or a `resume`."
+            )
         return self.load().make_context(info_name, args, parent, **extra)
 
 

@@ -73,8 +73,8 @@ def say_needs(settings: Config, ranks: int) -> None:
         f"{size(needs.examples.sum())} of examples, {settings.run.rounds} rounds"
     )
     print(
-        f"{where}: about {size(needs.memory(ranks))} of memory, and the activations of a training "
-        "step"
+        f"{where}: about {size(needs.memory(ranks))} of memory, {size(needs.training)} for each of "
+        f"{needs.chunk} clients in training at a time"
     )
     if ranks > 1:
         print(

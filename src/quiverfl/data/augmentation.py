@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,13 +32,19 @@ class CropFlip:
     fill: tuple[float, ...] = ()
 
     def __call__(self, x: Tensor, keys: Hashes) -> Tensor:
+        return self.cut(x, *(torch.from_numpy(draw).to(x.device) for draw in self.draws(keys)))
+
+    def cut(self, x: Tensor, down: Tensor, right: Tensor, flips: Tensor) -> Tensor:
+        """The images so shifted and flipped; what was drawn lies where they do."""
         height, width = x.shape[2:]
-        down, right, flips = (torch.from_numpy(draw).to(x.device) for draw in self.draws(keys))
         # Every possible cut as a view, [n, channels, down, right, height, width]; one is copied.
         cuts = self._pad(x).unfold(2, height, 1).unfold(3, width, 1)
         cut = cuts[torch.arange(len(x), device=x.device), :, down, right]
-        cut[flips] = cut[flips].flip(3)
-        return cut
+        if x.device.type == "cpu":
+            cut[flips] = cut[flips].flip(3)
+            return cut
+        # Elsewhere the flipped ones would have to be counted first, and everything would wait.
+        return torch.where(flips.view(-1, 1, 1, 1), cut.flip(3), cut)
 
     def draws(self, keys: Hashes) -> tuple[Integers, Integers, Booleans]:
         """Per sample: shift down, shift right (0 … 2·padding), and whether it is flipped."""
@@ -51,11 +58,17 @@ class CropFlip:
     def _pad(self, x: Tensor) -> Tensor:
         count, channels, height, width = x.shape
         side = self.padding
-        fill = torch.tensor(self.fill or (0.0,), dtype=x.dtype, device=x.device)
+        fill = constant(self.fill or (0.0,), x.dtype, x.device)
         shape = (count, channels, height + 2 * side, width + 2 * side)
-        padded = fill.reshape(1, -1, 1, 1).expand(shape).contiguous()
+        padded = x.new_empty(shape).copy_(fill.view(1, -1, 1, 1))
         padded[:, :, side : side + height, side : side + width] = x
         return padded
+
+
+@functools.cache
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A few numbers as a tensor, made and moved once; never to be written to."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 AUGMENTATIONS: dict[str, CropFlip | None] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quiverfl.data.augmentation import constant
 from quiverfl.trees import Tree, mapped_by_path
 
 
@@ -20,14 +21,16 @@ class Normalize:
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = (1, -1, *(1 for _ in x.shape[2:]))
-        factors = self.factors(255.0 if x.dtype == torch.uint8 else 1.0)
-        scale, shift = (factor.to(x.device).view(shape) for factor in factors)
+        factors = self.factors(255.0 if x.dtype == torch.uint8 else 1.0, x.device)
+        scale, shift = (factor.view(shape) for factor in factors)
         return x.to(torch.float32) * scale + shift
 
-    def factors(self, unit: float) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, unit: float, device: torch.device = torch.device("cpu")
+    ) -> tuple[Tensor, Tensor]:
         """(scale, shift) per channel for inputs on the scale of [0, unit]."""
-        scale = torch.tensor([1 / (unit * std) for std in self.std])
-        return scale.float(), torch.tensor(self.black).float()
+        scale = tuple(1 / (unit * std) for std in self.std)
+        return constant(scale, torch.float32, device), constant(self.black, torch.float32, device)
 
     @property
     def black(self) -> tuple[float, ...]:

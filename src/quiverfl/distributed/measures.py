@@ -73,7 +73,7 @@ class Measures:
 
     def _gradients(self, shard: RankShard, mass: Tensor | None) -> dict[str, float]:
         """As engine/gradients.py: a group at a time, gathered in the group's order."""
-        mean = self._mean_shared(shard, mass)
+        mean = self._mean_shared(shard, mass).to(shard.context.device)
         total = torch.zeros_like(mean)
         personal = 0.0
         for clients in shard.whole_groups():
@@ -102,7 +102,7 @@ class Measures:
         layouts = context.task.shared_layout, context.task.personal_layout
         found = tuple(mean.new_zeros(0, layout.size) for layout in layouts)
         if len(group.rows):
-            own: Point = torch.vmap(shard.method.personal)(shard.rows(group.rows))
+            own: Point = shard.visiting(torch.vmap(shard.method.personal)(shard.rows(group.rows)))
             agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
             common = Point(agreed, own.personal)
             found = (

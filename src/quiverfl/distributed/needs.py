@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from quiverfl.config import Config
 from quiverfl.data.dataset import Dataset
@@ -15,6 +16,7 @@ from quiverfl.data.federated import federate
 from quiverfl.distributed.columns import BLOCK_BYTES
 from quiverfl.distributed.placement import Placement
 from quiverfl.distributed.rank_simulation import work_of
+from quiverfl.engine.footprint import in_training
 from quiverfl.engine.shard import Shard
 from quiverfl.experiment import (
     load_data,
@@ -32,9 +34,6 @@ Integers = npt.NDArray[np.int64]
 
 PROCESS = 350_000_000
 """Bytes that Python, torch and the rest of a process take before the first client."""
-COPIES = 6
-"""Copies of the parameters of the clients that are trained together: values, gradients, momentum
-and what the backward pass keeps, which depends on the model and is not counted."""
 BLOCKS = 6
 """Blocks of columns that are on their way at a time: three, sent and received."""
 
@@ -50,9 +49,10 @@ class Needs:
     """Its model from before the last communication, where that is kept."""
     message: int
     shared: int
-    model: int
+    training: int
+    """While it trains: its model, gradient, momentum, and the activations of a batch."""
     chunk: int
-    """Clients that are trained together."""
+    """Clients that train at the same time."""
     examples: Integers
     graph: Graph
 
@@ -68,7 +68,7 @@ class Needs:
         def of(rank: int) -> int:
             count = placement.counts[rank]
             states = count * (self.state + self.kept)
-            training = min(count, self.chunk) * COPIES * self.model
+            training = min(count, self.chunk) * self.training
             return int(self.examples[placement.on(rank)].sum()) + states + training
 
         return PROCESS + blocks + max(of(rank) for rank in range(ranks))
@@ -99,18 +99,21 @@ def needs_of(config: Config) -> Needs:
     first = replace(shares, train=shares.train[:1], test=shares.test[:1], names=shares.names[:1])
     epochs = settings.epochs_per_client
     alone = replace(settings, epochs_per_client=epochs and epochs[:1])
-    shard = Shard(task, federate(dataset, first), method, config.training.training(), alone)
+    data, training = federate(dataset, first), config.training.training()
+    shard = Shard(task, data, method, training, alone)
     shared = next(iter(fields_of(shard.state, "shared").values()), None)
     model = (task.shared_layout.size + task.personal_layout.size) * settings.dtype.itemsize
     train, test = (np.array([len(s) for s in part]) for part in (shares.train, shares.test))
+    as_here = replace(alone, threads=alone.threads or torch.get_num_threads())
+    each, chunk = in_training(task, data, training, as_here, int(train.max()))
     return Needs(
         work=work_of(train, settings),
         state=sum(leaf.nbytes for leaf in shard.state),
         kept=model if settings.keep_local else 0,
         message=sum(leaf.nbytes for leaf in shard.outbox().values()),
         shared=0 if shared is None else shared.nbytes,
-        model=model,
-        chunk=shard.together,
+        training=each,
+        chunk=chunk,
         examples=(train + test) * _example(config, dataset),
         graph=topology_for(config, method, shares.clients)(0),
     )

@@ -7,7 +7,6 @@ file and sends every rank the rows of its clients.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +54,7 @@ class GatheredCheckpoints:
                     pass
             raise
         every = {client: found for _, metrics in told for client, found in metrics.items()}
-        text = {
-            "round": own.round,
-            "sha256": digest,
-            "local_metrics": {str(client): every[client] for client in sorted(every)},
-        }
-        replace(path, json.dumps(text).encode())
+        replace(path, own.described(digest, every))
         return path
 
     def _whole(self, told: list[Shapes]) -> Shapes:

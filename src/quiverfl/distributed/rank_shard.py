@@ -17,6 +17,7 @@ from quiverfl.distributed.placement import Placement
 from quiverfl.distributed.ranks import Ranks
 from quiverfl.engine.context import Company, Group
 from quiverfl.engine.evaluation import Metrics
+from quiverfl.engine.execution import Measured
 from quiverfl.engine.history import Record
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
@@ -64,6 +65,7 @@ class RankShard(Shard):
         federation: Federation,
         ranks: Ranks,
         looks: Looks | None = None,
+        measured: Measured | None = None,
     ) -> None:
         """`data` is that of this rank's clients alone."""
         here = federation.placement.on(ranks.rank)
@@ -79,6 +81,7 @@ class RankShard(Shard):
             replace(settings, epochs_per_client=own),
             clients=here.tolist(),
             looks=looks,
+            measured=measured,
         )
         self._measures = Measures(ranks, federation.placement, Columns(ranks, federation.placement))
 

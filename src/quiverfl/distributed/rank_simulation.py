@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.distributed.columns import Columns
@@ -16,14 +17,18 @@ from quiverfl.distributed.rank_checkpoint import GatheredCheckpoints
 from quiverfl.distributed.rank_shard import Federation, RankShard
 from quiverfl.distributed.ranks import Ranks
 from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.examples import Examples
+from quiverfl.engine.execution import Measured, measure, room
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
+from quiverfl.engine.precision import computing
 from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.transformed import check_transforms, transformed_exchange
+from quiverfl.engine.trials import Trial
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
@@ -85,8 +90,12 @@ class RankSimulation:
         keeps new ones; other ranks have neither, and their history is nobody's concern."""
         ranks, settings = self.ranks, self.settings
         longest, clients = int(self.federation.train.max()), self.placement.clients
-        with threads_for(self.task, clients, longest, self.training, settings):
-            shard = ranks.together(self._shard)
+        with (
+            threads_for(self.task, clients, longest, self.training, settings),
+            computing(settings.precision, torch.device(settings.device)),
+        ):
+            measured, settings = self._agreed(None if resume is None else resume.measured)
+            shard = ranks.together(lambda: self._shard(settings, measured))
             columns = Columns(ranks, self.placement)
             exchange = transformed_exchange(
                 self.transforms, self.method, self.topology, settings, columns.mix, shard.ids
@@ -135,16 +144,36 @@ class RankSimulation:
 
         self.ranks.together(work)
 
-    def _shard(self) -> RankShard:
+    def _agreed(self, before: Measured | None) -> tuple[Measured | None, RunSettings]:
+        """What is found out before a run, the same on all ranks: they form the same groups."""
+        ranks, settings, measured = self.ranks, self.settings, None
+        device = torch.device(settings.device)
+        if settings.executor == "measure":
+            measured = ranks.from_first(before)
+            measured = measured or ranks.from_first(ranks.together(self._measured))
+        if device.type == "cuda":
+            given = (self.task, self.data, self.method, self.training, settings)
+            rooms = ranks.objects(ranks.together(lambda: room(*given)))
+            settings = replace(settings, chunk=min(rooms))
+        return measured, settings
+
+    def _measured(self) -> Measured | None:
+        settings, device = self.settings, torch.device(self.settings.device)
+        examples = Examples(self.data.train, self.data, settings.dtype, device)
+        trial = Trial.of(self.task, examples, settings.dtype, device)
+        return measure(self.task, examples, self.training, settings, trial)
+
+    def _shard(self, settings: RunSettings, measured: Measured | None = None) -> RankShard:
         return RankShard(
             self.task,
             self.data,
             self.method,
             self.training,
-            self.settings,
+            settings,
             self.federation,
             self.ranks,
             self.topology.looks,
+            measured,
         )
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from quiverfl.durable import replace, replacing
 from quiverfl.engine.exchange import Exchange
+from quiverfl.engine.execution import Measured
 from quiverfl.engine.history import History
+from quiverfl.engine.settings import ExecutorName
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.tensors import write_tensors
 from quiverfl.errors import QuiverError
@@ -40,6 +44,8 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     local_metrics: dict[int, dict[str, float]]
     history: History = field(default_factory=History)
+    executor: ExecutorName | None = None
+    """What a measurement chose for the run: it goes on with that, to the same bits."""
 
     @classmethod
     def take(cls, round: int, shard: Shard, exchange: Exchange, history: History) -> Checkpoint:
@@ -52,7 +58,13 @@ class Checkpoint:
             tensors.update((f"optimizer/{number}/{name}", b) for name, b in buffers.items())
         if shard.sight is not None:
             tensors.update((f"view/{name}", rows) for name, rows in shard.sight.rows().items())
-        return cls(round, tensors, shard.local.metrics, history)
+        measured = shard.execution.measured
+        chosen = None if measured is None else measured.executor
+        return cls(round, tensors, shard.local.metrics, history, chosen)
+
+    @property
+    def measured(self) -> Measured | None:
+        return None if self.executor is None else Measured(self.executor)
 
     def copy(self) -> Checkpoint:
         """A copy that stays as it is while the run continues."""
@@ -61,6 +73,7 @@ class Checkpoint:
             {name: leaf.clone() for name, leaf in self.tensors.items()},
             {row: dict(metrics) for row, metrics in self.local_metrics.items()},
             self.history.copy(),
+            self.executor,
         )
 
     def apply(self, shard: Shard, exchange: Exchange) -> None:
@@ -96,13 +109,16 @@ class Checkpoint:
         path = folder / f"round-{self.round:06d}.json"
         with replacing(path.with_suffix(".safetensors")) as draft:
             digest = write_tensors(self.tensors, draft)
-        text = {
-            "round": self.round,
-            "sha256": digest,
-            "local_metrics": {str(row): m for row, m in sorted(self.local_metrics.items())},
-        }
-        replace(path, json.dumps(text).encode())
+        replace(path, self.described(digest, self.local_metrics))
         return path
+
+    def described(self, digest: str, metrics: Mapping[int, dict[str, float]]) -> bytes:
+        """What the JSON file says; the tensors' sha256 and the metrics of all kept models."""
+        text: dict[str, Any] = {"round": self.round, "sha256": digest}
+        text["local_metrics"] = {str(client): found for client, found in sorted(metrics.items())}
+        if self.executor is not None:
+            text["executor"] = self.executor
+        return json.dumps(text).encode()
 
     @classmethod
     def load(cls, path: Path, history: History) -> Checkpoint:
@@ -112,6 +128,7 @@ class Checkpoint:
             text = json.loads(path.read_text())
             round, digest = int(text["round"]), str(text["sha256"])
             metrics = {int(row): dict(m) for row, m in text["local_metrics"].items()}
+            executor = text.get("executor")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(path, "it does not describe a checkpoint") from error
         try:
@@ -122,7 +139,7 @@ class Checkpoint:
             raise DamagedCheckpoint(tensors, why) from error
         if found != digest:
             raise DamagedCheckpoint(tensors, "its checksum is not the one recorded")
-        return cls(round, load_file(tensors), metrics, history)
+        return cls(round, load_file(tensors), metrics, history, executor)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -74,11 +74,12 @@ class PhaseContext:
         self._template = Program.of(self.task, self.dtype, self.device)
 
     def draw_keys(self, clients: Integers, place: Place, step: int) -> Tensor | None:
-        """What the clients' models draw from in a step, [clients]; None if they draw nothing."""
+        """What the clients' models draw from in a step, [clients], on the CPU; None if they draw
+        nothing."""
         if not self.draws:
             return None
         found = hashed(self.seed, "draws", clients, place.round, place.number, step)
-        return torch.from_numpy(found.view(np.int64)).to(self.device)
+        return torch.from_numpy(found.view(np.int64))
 
     def program(self, slot: int = 0) -> Program:
         """The worker's own, as a module can be bound to one model at a time."""

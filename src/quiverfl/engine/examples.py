@@ -9,9 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.data.augmentation import CropFlip
 from quiverfl.data.federated import FederatedData
 from quiverfl.data.split import Split
 from quiverfl.engine.byte_images import ByteImages
+from quiverfl.engine.picks import Picks, moved
 from quiverfl.memory import forget_pages
 from quiverfl.seeds import Hashes
 from quiverfl.trees import Tree, mapped
@@ -76,31 +78,46 @@ class Examples:
         self, rows: Integers, samples: Integers, keys: Hashes | None = None
     ) -> tuple[Tree, Tree]:
         """Inputs and targets [k, n, …] of the samples [k, n] of the clients in these rows."""
-        flat = (self._split.offsets[rows][:, None] + samples).ravel()
-        places = torch.from_numpy(flat).to(self._device)
+        (picks,) = moved([self.pick(rows, samples, keys)], self._device)
+        return self.take(picks)
+
+    def pick(self, rows: Integers, samples: Integers, keys: Hashes | None = None) -> Picks:
+        """Where these samples lie, and what augmentation draws for them."""
+        flat = self._split.offsets[rows][:, None] + samples
+        places, left = torch.from_numpy(flat), self._split.places
+        if left is not None:
+            return Picks(places, keys=keys, elsewhere=left[flat.ravel()])
+        if keys is None or self._images is not None or type(self._augment) is not CropFlip:
+            return Picks(places, keys=keys)
+        draws = self._augment.draws(keys.ravel())
+        return Picks(places, cuts=tuple(torch.from_numpy(draw) for draw in draws))
+
+    def take(self, picks: Picks) -> tuple[Tree, Tree]:
+        """Inputs and targets [k, n, …] of what was picked, whose places are on the device."""
+        places = picks.places.reshape(-1)
 
         def taken(leaf: Tensor) -> Tensor:
             return leaf.index_select(0, places)
 
         def shaped(leaf: Tensor) -> Tensor:
-            return leaf.view(*samples.shape, *leaf.shape[1:])
+            return leaf.view(*picks.places.shape, *leaf.shape[1:])
 
         if self._images is not None:
-            x: Tree = self._images.take(flat, keys)
-        elif self._split.places is not None:
-            x = self._fetched(self._split.places[flat], keys)
+            x: Tree = self._images.take(places.numpy(), picks.keys)
+        elif picks.elsewhere is not None:
+            x = self._fetched(picks.elsewhere, picks)
         else:
-            x = self._ready(mapped(taken, self._split.x), keys)
+            x = self._ready(mapped(taken, self._split.x), picks)
         return mapped(shaped, x), mapped(lambda leaf: shaped(taken(leaf)), self._split.y)
 
-    def _fetched(self, places: Integers, keys: Hashes | None) -> Tree:
+    def _fetched(self, places: Integers, picks: Picks) -> Tree:
         """From where the inputs lie."""
         index = torch.from_numpy(places)
         raw = mapped(lambda leaf: self._rows(leaf, index), self._split.x)
         images = self._as_images(raw)
         if images is not None:
-            return images.take(np.arange(len(places)), keys)
-        return self._ready(mapped(lambda leaf: leaf.to(self._device), raw), keys)
+            return images.take(np.arange(len(places)), picks.keys)
+        return self._ready(mapped(lambda leaf: leaf.to(self._device), raw), picks)
 
     def _rows(self, leaf: Tensor, index: Tensor) -> Tensor:
         """Rows of what may lie in a file, whose pages are forgotten every now and then."""
@@ -118,10 +135,12 @@ class Examples:
                     forget_pages(file)
         return found
 
-    def _ready(self, x: Tree, keys: Hashes | None) -> Tree:
+    def _ready(self, x: Tree, picks: Picks) -> Tree:
         if self._prepare is not None:
             x = self._prepare(x)
         x = mapped(lambda leaf: leaf.to(self._dtype) if leaf.is_floating_point() else leaf, x)
-        if self._augment is not None and keys is not None:
-            x = self._augment(x, keys.ravel())
+        if type(self._augment) is CropFlip and picks.cuts:
+            return self._augment.cut(x, *picks.cuts)
+        if self._augment is not None and picks.keys is not None:
+            return self._augment(x, picks.keys.ravel())
         return x

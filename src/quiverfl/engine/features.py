@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from quiverfl.engine.examples import Examples
+from quiverfl.engine.picks import Picks
 from quiverfl.engine.programs import Executor, Program
 from quiverfl.task import Point
 from quiverfl.trees import Tree, mapped
@@ -54,11 +55,14 @@ class HeadFeatures:
         together = mapped(lambda *slabs: torch.cat(slabs, dim=1), *targets)
         return cls(torch.cat(parts, dim=1), together)
 
-    def gather(self, rows: Integers, samples: Integers, keys: object = None) -> tuple[Tensor, Tree]:
+    def pick(self, rows: Integers, samples: Integers, keys: object = None) -> Picks:
         """Of the first clients, as many as there are rows."""
-        places = torch.arange(len(rows), device=self._x.device)[:, None]
-        index = torch.from_numpy(samples).to(self._x.device)
-        return self._x[places, index], mapped(lambda leaf: leaf[places, index], self._y)
+        return Picks(torch.from_numpy(samples))
+
+    def take(self, picks: Picks) -> tuple[Tensor, Tree]:
+        index = picks.places
+        clients = torch.arange(len(index), device=self._x.device)[:, None]
+        return self._x[clients, index], mapped(lambda leaf: leaf[clients, index], self._y)
 
 
 def head_is_last(module: nn.Module, head: str | None) -> bool:

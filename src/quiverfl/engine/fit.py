@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.execution import check_compile
 from quiverfl.engine.model_checks import check_model
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, QuiverWarning, nearest
@@ -65,6 +66,7 @@ def check_fit(
     if topology.looks is not None:
         _can_look(method, topology.name, first)
     check_model(task, data, settings.executor)
+    check_compile(task, data, method, settings)
     for key in method.unused:
         if not hasattr(training, key):
             known = nearest(key, Training.__dataclass_fields__)

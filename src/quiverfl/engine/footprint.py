@@ -15,14 +15,17 @@ from torch import Tensor
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.data.split import Split
-from quiverfl.engine.programs import Program, is_convolutional
+from quiverfl.engine.draws import KeyedDraws
+from quiverfl.engine.programs import Program, is_convolutional, stacked
 from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.trials import Trial
 from quiverfl.engine.workers import MOST
 from quiverfl.methods.contract import Method, Start
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
 from quiverfl.trees import Tree, first_leaf, leaves, mapped
 
+CPU = torch.device("cpu")
 OVERHEAD = 600 << 20
 """Of Python, torch and what is loaded with them: 420 MB were measured, results and all."""
 WIDEST = 25
@@ -73,39 +76,65 @@ def predict(
     share = count / data.clients
     size = torch.empty((), dtype=settings.dtype).element_size()
     model = (task.shared_layout.size + task.personal_layout.size) * size
-    batch = int(data.train.sizes.max())
-    batch = batch if training.batch_size is None else min(batch, training.batch_size)
-    copies = 2 + {"sgd": int(bool(training.momentum)), "adam": 2, "adamw": 2}[training.optimizer]
-    per_client = counted(task, data, settings.dtype).of(batch) + copies * model
+    per_client, widest = in_training(task, data, training, settings, int(data.train.sizes.max()))
     return Footprint(
         states=count * _state_bytes(task, data, method, settings),
         kept=count * model if settings.keep_local else 0,
         data=int(share * (_bytes(data.train) + _bytes(data.test))),
         per_client=per_client,
-        chunk=min(count, _chunk(task, settings)),
+        chunk=min(count, widest),
     )
 
 
-def room_for(footprint: Footprint, free: int) -> int:
-    """How many clients can be computed together beside everything else in so much memory."""
-    beside = footprint.states + footprint.kept + footprint.data
+def in_training(
+    task: Task, data: FederatedData, training: Training, settings: RunSettings, longest: int
+) -> tuple[int, int]:
+    """Bytes of a client in training, and how many are in training at once, at most.
+
+    `longest` is the size of the largest client.
+    """
+    batch = longest if training.batch_size is None else min(longest, training.batch_size)
+    size = torch.empty((), dtype=settings.dtype).element_size()
+    model = (task.shared_layout.size + task.personal_layout.size) * size
+    copies = 2 + {"sgd": int(bool(training.momentum)), "adam": 2, "adamw": 2}[training.optimizer]
+    one_by_one = _is_one_by_one(task, data, settings)
+    activations = counted(task, data, settings.dtype, not one_by_one)
+    widest = min(MOST, settings.threads or MOST) if one_by_one else settings.chunk or WIDEST
+    return activations.of(batch) + copies * model, min(WIDEST, widest)
+
+
+def room_for(footprint: Footprint, free: int, elsewhere: bool = False) -> int:
+    """How many clients can be computed together beside everything else in so much memory.
+
+    States and kept models may lie elsewhere.
+    """
+    beside = footprint.data + (0 if elsewhere else footprint.states + footprint.kept)
     return max(1, min(WIDEST, int((SPARE * free - beside) // max(1, footprint.per_client))))
 
 
-def counted(task: Task, data: FederatedData, dtype: torch.dtype) -> Activations:
-    """By a gradient on two samples and one on four."""
-    two, four = (saved_bytes(task, _inputs(data, n, dtype), dtype) for n in (2, 4))
+def counted(
+    task: Task, data: FederatedData, dtype: torch.dtype, together: bool = True
+) -> Activations:
+    """By a gradient on two samples and one on four; `together`: by vmap, or one client alone.
+
+    vmap takes some layers apart: GroupNorm by vmap keeps more than twice as much.
+    """
+    two, four = (saved_bytes(task, _inputs(data, n, dtype), dtype, together) for n in (2, 4))
     per_sample = max(0, four - two) // 2
     return Activations(max(0, two - 2 * per_sample), per_sample)
 
 
-def saved_bytes(task: Task, x: Tree, dtype: torch.dtype) -> int:
-    """What one client's forward pass keeps for its gradient: every piece of memory once."""
-    program = Program.of(task, dtype, torch.device("cpu"))
-    point = Point(*(part.to(dtype) for part in task.initial(0)))
+def saved_bytes(task: Task, x: Tree, dtype: torch.dtype, together: bool = True) -> int:
+    """What a client's forward pass in training keeps for its gradient: every piece once."""
+    clients = 2 if together else 1
+    program = Program.of(task, dtype, CPU)
+    program.module.train()
+    start = (part.to(dtype) for part in task.initial(0))
+    point = Point(*(part.expand(clients, -1).clone() if together else part for part in start))
     named = {name: leaf.requires_grad_() for name, leaf in program.named(point).items()}
     own = {leaf.untyped_storage().data_ptr() for leaf in (point.shared, point.personal)}
     own |= {leaf.untyped_storage().data_ptr() for leaf in program.module.buffers()}
+    keys = torch.zeros(clients, dtype=torch.int64)
     found: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -115,16 +144,20 @@ def saved_bytes(task: Task, x: Tree, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = program.call(named, x, features=False).outputs
-    kept = sum(found.values())
+        if together:
+            inputs = mapped(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), x)
+            outputs = stacked(program, named, inputs, False, keys).outputs
+        else:
+            outputs = program.call(named, x, False, KeyedDraws(keys[0])).outputs
+    kept = sum(found.values()) // clients
     del outputs  # until here it keeps everything alive, so that no address is used twice
     return kept
 
 
 def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tree:
-    x = mapped(lambda leaf: leaf[:1].expand(count, *leaf.shape[1:]), data.train.x)
+    x = mapped(lambda leaf: leaf[:1].expand(count, *leaf.shape[1:]).clone(), data.train.x)
     x = x if data.prepare is None else data.prepare(x)
-    return mapped(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf.clone(), x)
+    return mapped(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, x)
 
 
 def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> int:
@@ -138,7 +171,7 @@ def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunS
 def first_state(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> Any:
     """What one client might start with: its fields have the shapes of everybody's."""
     point = Point(*(part.to(settings.dtype) for part in task.initial(settings.seed)))
-    program = Program.of(task, settings.dtype, torch.device("cpu"))
+    program = Program.of(task, settings.dtype, CPU)
     with torch.no_grad():
         seen = program.call(
             program.named(point), _inputs(data, 1, settings.dtype), program.head is not None
@@ -153,11 +186,13 @@ def _bytes(split: Split) -> int:
     return sum(int(leaf.nbytes) for _, leaf in leaves(parts))
 
 
-def _chunk(task: Task, settings: RunSettings) -> int:
-    """Clients that keep activations at the same time, as far as it is known before the run."""
-    one_by_one = settings.executor == "sequential" or (
-        settings.executor == "auto"
-        and is_convolutional(task)
-        and torch.device(settings.device).type == "cpu"
-    )
-    return min(MOST, settings.threads or MOST) if one_by_one else WIDEST
+def _is_one_by_one(task: Task, data: FederatedData, settings: RunSettings) -> bool:
+    """As far as it is known before the run."""
+    if settings.executor in ("vectorized", "sequential"):
+        return settings.executor == "sequential"
+    if settings.precision == "bf16":
+        return True
+    on_cpu = torch.device(settings.device).type == "cpu"
+    if settings.executor == "auto" and is_convolutional(task) and on_cpu:
+        return True
+    return Trial.here(task, data, settings.dtype).why_not_stacked() is not None

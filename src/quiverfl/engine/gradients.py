@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quiverfl.engine.context import Group, PhaseContext
 from quiverfl.engine.lifting import lift_point
+from quiverfl.engine.picks import weights_of
 from quiverfl.engine.programs import aligned
-from quiverfl.engine.stepper import weights_of
 from quiverfl.methods.contract import Part
 from quiverfl.methods.state import fields_of
 from quiverfl.task import Point
@@ -37,11 +37,11 @@ SLAB = 512
 def gradient_norms(shard: Shard) -> dict[str, float]:
     """Δ_ū and Δ_v of the states as they are now, for a shard that holds every client."""
     context = shard.context
-    mean = mean_shared(shard)
+    mean = mean_shared(shard).to(context.device)
     shared = torch.zeros_like(mean, dtype=torch.float64)
     personal = 0.0
     for group in shard.groups(np.arange(len(shard.ids))):
-        own = lift_point(shard.method.personal)(shard.rows(group.rows))
+        own = shard.visiting(lift_point(shard.method.personal)(shard.rows(group.rows)))
         agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
         common = Point(agreed, own.personal)
         shared += full_gradient(context, common, "shared", group).sum(dim=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quiverfl.data.batches import batch_order
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.lifting import changes_nothing, failed, lift, lift_point, same_kind
-from quiverfl.engine.stepper import weights_of
+from quiverfl.engine.picks import weights_of
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message, Moment, Once
 from quiverfl.seeds import stream
@@ -90,6 +90,7 @@ class OnceSteps:
         weights = weights_of(counts, among, point.shared)
         gradient = context.executor.bind(context.program(), point, "whole")
         keys = context.draw_keys(group.ids, place, 0)
+        keys = None if keys is None else keys.to(context.device)
         slope = gradient(len(sizes), x, y, weights, keys)
         cut = point.shared.shape[1]
         return Point(slope[:, :cut], slope[:, cut:])

@@ -40,6 +40,9 @@ are 1 for samples and 0 for padding; None where nothing is padded. Keys are what
 model draws random numbers from; None where it draws none.
 """
 
+Stacked = Callable[["Program", dict[str, Tensor], Tree, bool, Tensor | None], Seen]
+"""(program, stacked parameters, inputs [k, n, …], features?, keys) → what the k models see."""
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -156,6 +159,8 @@ class Executor(Protocol):
     """How the clients of a chunk are computed together: how many to train, how many to evaluate."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def chunk(self) -> int: ...
     @property
     def evaluated(self) -> int: ...
@@ -183,14 +188,17 @@ class Executor(Protocol):
 class Vectorized:
     """All clients of a chunk at once."""
 
+    name: str = "vectorized"
     chunk: int = 25
     evaluated: int = 100
     image_format: torch.memory_format = torch.contiguous_format
+    compiled: Stacked | None = None
+    """Computes the models of a gradient in place of `stacked`."""
 
     def see(self, program: Program, point: Point, x: Tree, features: bool = False) -> Seen:
         program.module.eval()
         with torch.no_grad():
-            return _stacked(program, program.named(point), x, features)
+            return stacked(program, program.named(point), x, features)
 
     def bind(
         self,
@@ -212,7 +220,7 @@ class Vectorized:
             leaves = [named[name][:k].detach().requires_grad_() for name in trained]
             parameters = {name: tensor[:k] for name, tensor in named.items()}
             parameters.update(zip(trained, leaves, strict=True))
-            seen = _stacked(program, parameters, x, features, keys)
+            seen = (self.compiled or stacked)(program, parameters, x, features, keys)
             return _flat_gradient(_total(losses(seen, y, k), weights), leaves, k)
 
         return gradient
@@ -222,6 +230,7 @@ class Vectorized:
 class Sequential:
     """One client after the other on one module whose parameters are views of the client's row."""
 
+    name: str = "sequential"
     chunk: int = 1
     evaluated: int = 1
     image_format: torch.memory_format = torch.channels_last
@@ -299,13 +308,15 @@ def flat(tree: Tree) -> Tree:
     return mapped(lambda leaf: leaf.flatten(0, 1), tree)
 
 
-def _stacked(
+def stacked(
     program: Program,
     named: dict[str, Tensor],
     x: Tree,
     features: bool,
     keys: Tensor | None = None,
 ) -> Seen:
+    """What k models with stacked parameters make of inputs [k, n, …], all at once."""
+
     def call(named: dict[str, Tensor], x: Tree, key: Tensor | None) -> Any:
         draws = None if key is None else KeyedDraws(key)
         if features:
@@ -315,6 +326,24 @@ def _stacked(
     with _unfused():
         found = torch.vmap(call, in_dims=(0, 0, None if keys is None else 0))(named, x, keys)
     return found if features else Seen(found, first_leaf(found).new_empty(0))
+
+
+def compiled() -> Stacked:
+    """`stacked` by torch.compile, for models that draw nothing and whose features nobody sees."""
+    found: dict[Program, Callable[..., Tree]] = {}
+
+    def call(
+        program: Program, named: dict[str, Tensor], x: Tree, features: bool, keys: Tensor | None
+    ) -> Seen:
+        if features or keys is not None:
+            return stacked(program, named, x, features, keys)
+        if program not in found:
+            found[program] = torch.compile(torch.vmap(program.outputs))
+        with _unfused():
+            outputs = found[program](named, x)
+        return Seen(outputs, first_leaf(outputs).new_empty(0))
+
+    return call
 
 
 @contextmanager

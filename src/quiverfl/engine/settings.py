@@ -11,7 +11,9 @@ import torch
 from quiverfl.engine.history import evaluates
 from quiverfl.errors import QuiverError, nearest
 
-ExecutorName = Literal["auto", "vectorized", "sequential"]
+ExecutorName = Literal["auto", "vectorized", "sequential", "measure"]
+Precision = Literal["float32", "tf32", "bf16"]
+Where = Literal["device", "host"]
 Arithmetic = Literal["matrix", "peers"]
 
 
@@ -24,6 +26,11 @@ class RunSettings:
     all models. `gradients` measures, in every evaluated round, the gradients that DFedPGP's
     theorem bounds (engine/gradients.py). `arithmetic="peers"` rounds as real peers do, one client
     at a time: a share before it is sent, sums in client order, mass in whole units.
+
+    `precision` says how exactly products are computed (engine/precision.py), `compile` that the
+    vectorized step is compiled first, `states` whether the clients' states lie on the device or in
+    the host's memory, from where those in training visit it. `chunk` clients are computed together
+    at most; None: as many as there is room for.
     """
 
     rounds: int
@@ -39,6 +46,10 @@ class RunSettings:
     keep_local: bool = True
     gradients: bool = False
     checkpoint_every: int = 10
+    precision: Precision = "float32"
+    compile: bool = False
+    states: Where = "device"
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         _whole("rounds", self.rounds, 0)
@@ -47,12 +58,17 @@ class RunSettings:
         _whole("checkpoint_every", self.checkpoint_every, 1)
         if self.threads is not None:
             _whole("threads", self.threads, 1)
-        if self.executor not in get_args(ExecutorName):
-            known = nearest(str(self.executor), get_args(ExecutorName))
-            raise QuiverError(f"executor = {self.executor!r}: {known}")
-        if self.arithmetic not in get_args(Arithmetic):
-            known = nearest(str(self.arithmetic), get_args(Arithmetic))
-            raise QuiverError(f"arithmetic = {self.arithmetic!r}: {known}")
+        if self.chunk is not None:
+            _whole("chunk", self.chunk, 1)
+        for name, known in (
+            ("executor", get_args(ExecutorName)),
+            ("arithmetic", get_args(Arithmetic)),
+            ("precision", get_args(Precision)),
+            ("states", get_args(Where)),
+        ):
+            if getattr(self, name) not in known:
+                value = getattr(self, name)
+                raise QuiverError(f"{name} = {value!r}: {nearest(str(value), known)}")
         if self.arithmetic == "peers":
             self._one_by_one()
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
@@ -62,6 +78,34 @@ class RunSettings:
         if self.epochs_per_client is not None:
             object.__setattr__(self, "epochs_per_client", _epochs(self.epochs_per_client))
         _check_device(self.device)
+        self._check_precision()
+        if self.compile and (self.executor in ("sequential", "measure") or self._bf16):
+            raise QuiverError(
+                "compile = true compiles what is computed for many clients together: with "
+                'executor = "vectorized" or "auto" and without precision = "bf16". Leave one out.'
+            )
+
+    @property
+    def _bf16(self) -> bool:
+        return self.precision == "bf16"
+
+    def _check_precision(self) -> None:
+        """Refuse what would be ignored without a word."""
+        if self.precision == "tf32" and torch.device(self.device).type != "cuda":
+            raise QuiverError(
+                f'precision = "tf32" on device {str(self.device)!r}: it is a format of NVIDIA '
+                "GPUs; leave precision out, or compute on cuda."
+            )
+        if self.precision != "float32" and self.dtype != torch.float32:
+            raise QuiverError(
+                f'precision = "{self.precision}" with dtype = {self.dtype}: it makes float32 '
+                "faster and nothing else; leave one of them out."
+            )
+        if self._bf16 and self.executor == "vectorized":
+            raise QuiverError(
+                'precision = "bf16" with executor = "vectorized": torch.vmap ignores autocast, so '
+                'everything would stay float32; set executor = "sequential", or leave it out.'
+            )
 
     def _one_by_one(self) -> None:
         """A peer computes one client; several in one product would round otherwise."""
@@ -105,6 +149,11 @@ def _epochs(given: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_device(device: torch.device | str) -> None:
+    if str(device).split(":")[0] == "mps":
+        raise QuiverError(
+            f"device {str(device)!r}: Apple's GPUs have no float64, which push-sum's weights μ are "
+            "kept in; use 'cpu'."
+        )
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:

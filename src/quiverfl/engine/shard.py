@@ -17,6 +17,7 @@ from quiverfl.engine.accounting import state_record
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
 from quiverfl.engine.examples import Examples
+from quiverfl.engine.execution import Execution, Measured, measure, room
 from quiverfl.engine.fit import check_phases, gradients_without_rate
 from quiverfl.engine.history import Record
 from quiverfl.engine.lifting import lift, lift_point, same_kind
@@ -27,7 +28,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.sight import Sight
 from quiverfl.engine.start import initial_states
 from quiverfl.engine.trainer import Trainer
-from quiverfl.engine.trials import Trial, executor_for
+from quiverfl.engine.trials import Trial
 from quiverfl.engine.workers import side_by_side, worker_count
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.contract import Message, Method, Once, Phase
@@ -54,17 +55,25 @@ class Shard:
         settings: RunSettings,
         clients: Sequence[int] | None = None,
         looks: Looks | None = None,
+        measured: Measured | None = None,
     ) -> None:
-        """`clients` and `settings.epochs_per_client` have one entry per client of `data`; `looks`
-        is what the topology wants to be told."""
+        """`clients` and `settings.epochs_per_client` have one entry per client of `data`.
+
+        `looks` is what the topology wants to be told, `measured` what was found out before, by this
+        run or by another rank.
+        """
         self.ids: Integers = np.arange(data.clients) if clients is None else np.asarray(clients)
         self.method, self._payload = method, partial(payload, method)
         self._task, self._settings = task, settings
         where = torch.device(settings.device)
         examples = Examples(data.train, data, settings.dtype, where)
         trial = Trial.of(task, examples, settings.dtype, where)
-        self._executor = executor_for(settings.executor, task, where, trial)
-        self._one_by_one = self._executor.chunk == 1 and where.type == "cpu"
+        chunk = room(task, data, method, training, settings)
+        measured = measured or measure(task, examples, training, settings, trial)
+        self.execution = Execution.of(task, settings, trial, measured, chunk)
+        self._executor = self.execution.executor
+        self._one_by_one = self._executor.name == "sequential" and where.type == "cpu"
+        self._home = torch.device("cpu") if settings.states == "host" else where
         layout = self._executor.image_format
         examples = examples.laid_out(layout)
         self._test = Examples(data.test, data, settings.dtype, where).laid_out(layout)
@@ -84,7 +93,7 @@ class Shard:
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
         check_phases(method, self._phases, settings.epochs_per_client is not None)
         self.trainer.prepare(self._phases)
-        self.state: Any = initial_states(task, method, self.context, self.ids, settings)
+        self.state: Any = initial_states(task, method, self.context, self.ids, settings, self._home)
         self.buffers: dict[int, Buffers] = {}
         """What the optimizers of some phases keep between rounds, by the number of the phase."""
         self.local = LocalModels()
@@ -100,11 +109,6 @@ class Shard:
         """How many clients the federation has."""
         return len(self.ids)
 
-    @property
-    def together(self) -> int:
-        """Rows that are trained at once, at most."""
-        return self._executor.chunk
-
     def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
         """Rows in chunks; clients of like size together, so that none waits for another."""
         order = rows[np.argsort(-self.context.examples.sizes[rows], kind="stable")]
@@ -118,9 +122,15 @@ class Shard:
         index = _index(rows)
         return type(self.state)(*(leaf[index] for leaf in self.state))
 
+    def visiting(self, stacked: Any) -> Any:
+        """States or models on the device that computes; themselves where they are there already."""
+        device = self.context.device
+        return type(stacked)(*(leaf.to(device, non_blocking=True) for leaf in stacked))
+
     def write(self, rows: Integers, state: Any) -> None:
         index = _index(rows)
         for leaf, value in zip(self.state, state, strict=True):
+            value = value.to(leaf.device)
             if not isinstance(index, slice) or value.data_ptr() != leaf[index].data_ptr():
                 leaf[index] = value
 
@@ -133,7 +143,7 @@ class Shard:
         share = float(active.mean()) if share is None else share
 
         def work(group: Group) -> None:
-            state = self.rows(group.rows)
+            state = self.visiting(self.rows(group.rows))
             begun = None if self.sight is None else self.sight.begin(state, group)
             for number, phase in enumerate(self._phases):
                 state = self._phase(phase, state, group, Place(round, number, share))
@@ -169,15 +179,17 @@ class Shard:
 
     def _kept(self, number: int, rows: Integers) -> Buffers | None:
         found = self.buffers.get(number)
-        return found and {name: leaf[torch.from_numpy(rows)] for name, leaf in found.items()}
+        index, device = torch.from_numpy(rows), self.context.device
+        return found and {name: leaf[index].to(device) for name, leaf in found.items()}
 
     def _keep(self, number: int, rows: Integers, buffers: Buffers) -> None:
         """An optimizer's buffers are all zero before a client's first step."""
         whole = self.buffers.setdefault(number, {})
         for name, leaf in buffers.items():
             if name not in whole:
-                whole[name] = leaf.new_zeros(len(self.ids), *leaf.shape[1:])
-            whole[name][torch.from_numpy(rows)] = leaf
+                shape = (len(self.ids), *leaf.shape[1:])
+                whole[name] = leaf.new_zeros(shape, device=self._home)
+            whole[name][torch.from_numpy(rows)] = leaf.to(self._home)
 
     def hear(self, round: int, graph: Graph) -> Record:
         """What the round's messages tell is known from now on; the record has who told whom."""
@@ -206,9 +218,10 @@ class Shard:
         return Point(*(part[0].clone() for part in point))
 
     def _at_stage(self, rows: Integers, stage: str) -> Point:
-        if stage != "local":
-            return self._personal(rows)
-        return self.local.replacing(rows, self._personal)
+        own = stage != "local"
+        point = self._personal(rows) if own else self.local.replacing(rows, self._personal)
+        there: Point = self.visiting(point)
+        return there
 
     def _adapted(self, point: Point, group: Group) -> Point:
         if self._adaptation is None:

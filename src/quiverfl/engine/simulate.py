@@ -12,8 +12,10 @@ import torch
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import Exchange
+from quiverfl.engine.execution import Measured
 from quiverfl.engine.fit import check_fit
 from quiverfl.engine.history import History, Recorder
+from quiverfl.engine.precision import computing
 from quiverfl.engine.programs import is_convolutional
 from quiverfl.engine.recorders import Recorders
 from quiverfl.engine.rounds import play
@@ -58,7 +60,7 @@ class Simulation:
     def exchange(self) -> Exchange:
         return transformed_exchange(self.transforms, self.method, self.topology, self.settings)
 
-    def shard(self) -> Shard:
+    def shard(self, measured: Measured | None = None) -> Shard:
         """All clients, at the start."""
         return Shard(
             self.task,
@@ -67,6 +69,7 @@ class Simulation:
             self.training,
             self.settings,
             looks=self.topology.looks,
+            measured=measured,
         )
 
     def run(
@@ -81,8 +84,13 @@ class Simulation:
         must write it, or copy it, before it returns."""
         settings = self.settings
         data = self.data
-        with threads_for(self.task, data.clients, data.train.longest, self.training, settings):
-            shard = self.shard()
+        longest, device = data.train.longest, torch.device(settings.device)
+        with (
+            threads_for(self.task, data.clients, longest, self.training, settings),
+            computing(settings.precision, device),
+        ):
+            measured = None if resume is None else resume.measured
+            shard = self.shard(measured)
             exchange, history, start = self.exchange(), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)

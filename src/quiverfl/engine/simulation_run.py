@@ -118,6 +118,7 @@ class Run(Shown):
         return {
             "method": {"name": method.name, **options_of(method)},
             **summarize(self.history, self.rounds),
+            "carried_out": self._shard.execution.record,
         }
 
     def personal(self, client: int, stage: Stage = "mixed") -> nn.Module:

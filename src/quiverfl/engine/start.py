@@ -24,9 +24,14 @@ Integers = npt.NDArray[np.int64]
 
 
 def initial_states(
-    task: Task, method: Method, context: PhaseContext, ids: Integers, settings: RunSettings
+    task: Task,
+    method: Method,
+    context: PhaseContext,
+    ids: Integers,
+    settings: RunSettings,
+    home: torch.device,
 ) -> Any:
-    """A NamedTuple of stacked tensors: every client's `init`."""
+    """A NamedTuple of stacked tensors at `home`: every client's `init`."""
     agreed = task.initial(settings.seed)
     features, outputs = _shapes(context, agreed)
     stacked: list[Tensor] = []
@@ -43,7 +48,7 @@ def initial_states(
         if kind is None:
             kind = type(state)
             check_state(method, task, state)
-            stacked = [in_large_pages(leaf.new_empty((len(ids), *leaf.shape))) for leaf in state]
+            stacked = [_room(leaf, len(ids), context.device, home) for leaf in state]
         if not settings.common_init and replicated(kind):
             random = stream(settings.seed, "start", int(client))
             agreed_start = replace(start, point=common, random=random)
@@ -55,6 +60,13 @@ def initial_states(
         if not torch.equal(copies, copies[:1].expand_as(copies)):
             raise _copies_differ(method, name)
     return kind(*stacked)
+
+
+def _room(leaf: Tensor, clients: int, device: torch.device, home: torch.device) -> Tensor:
+    """For a leaf of all clients; pinned where a GPU fetches it from the host's memory."""
+    pinned = device.type == "cuda" and home.type == "cpu"
+    shape = (clients, *leaf.shape)
+    return in_large_pages(leaf.new_empty(shape, device=home, pin_memory=pinned))
 
 
 def _init(method: Method, task: Task, start: Start) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quiverfl.engine.lifting import lift, lift_point
 from quiverfl.engine.optimizer import Buffers, Descent, Rates
+from quiverfl.engine.picks import Picks, moved, padding
 from quiverfl.engine.programs import Executor, Losses, Program, aligned
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State
@@ -22,14 +23,15 @@ from quiverfl.training import Training
 from quiverfl.trees import Tree
 
 Integers = npt.NDArray[np.int64]
+Feed = tuple[Picks, ...]
+"""What one step is taken on: a batch, or its two halves."""
 
 
 class Source(Protocol):
     """Where batches come from: samples, or a frozen body's features of them."""
 
-    def gather(
-        self, rows: Integers, samples: Integers, keys: Hashes | None = None
-    ) -> tuple[Tree, Tree]: ...
+    def pick(self, rows: Integers, samples: Integers, keys: Hashes | None = None) -> Picks: ...
+    def take(self, picks: Picks) -> tuple[Tree, Tree]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,21 +111,29 @@ class Stepper:
         for here, there in zip(self._here(len(start.shared)), start, strict=True):
             here.copy_(there)
 
-    def step(self, rows: Integers, batch: Batch) -> None:
-        """As many steps on this batch as the phase repeats it."""
+    def feeds(self, rows: Integers, batches: Iterable[Batch]) -> Iterator[Feed]:
+        """What the steps of a phase are taken on, for the first of these rows; moved together."""
         lookahead = self._phase.lookahead
-        if lookahead is not None and lookahead.halves:
-            first, second = (self._gathered(rows, half) for half in batch.halves())
-        else:
-            first = second = self._gathered(rows, batch)
+        halves = lookahead is not None and lookahead.halves
+        parts = (part for batch in batches for part in (batch.halves() if halves else (batch,)))
+        picks = iter(moved((self._picked(rows, part) for part in parts), self._values.device))
+        return zip(picks, picks, strict=True) if halves else ((one,) for one in picks)
+
+    def _picked(self, rows: Integers, batch: Batch) -> Picks:
+        picks = self._source.pick(rows[: len(batch.counts)], batch.samples, batch.keys)
+        inside = padding(batch.counts, batch.among)
+        return replace(picks, inside=inside, draws=batch.draws)
+
+    def step(self, feed: Feed) -> None:
+        """As many steps on this batch as the phase repeats it."""
+        taken, draws = [self._gathered(picks) for picks in feed], feed[0].draws
         for repeat in range(self._phase.repeats):
             # Both gradients of a lookahead are of one function: the same numbers are drawn.
-            self._draws = None if batch.draws is None else batch.draws + repeat
-            self._descent.step(self._slope(len(rows), first, second))
+            self._draws = None if draws is None else draws + repeat
+            self._descent.step(self._slope(len(feed[0].places), taken[0], taken[-1]))
 
-    def _gathered(self, rows: Integers, batch: Batch) -> tuple[Tree, Tree, Tensor | None]:
-        x, y = self._source.gather(rows, batch.samples, batch.keys)
-        return x, y, weights_of(batch.counts, batch.among, self._values)
+    def _gathered(self, picks: Picks) -> tuple[Tree, Tree, Tensor | None]:
+        return *self._source.take(picks), picks.weights(self._values.dtype)
 
     def _slope(self, k: int, first: Any, second: Any) -> Tensor:
         """The gradient that is stepped along, taken where the phase says."""
@@ -216,12 +226,3 @@ def workspace(start: Point, part: str, both: bool) -> tuple[Tensor, Point]:
 def first_rows(state: State, k: int) -> Any:
     kind: Any = type(state)
     return kind(*(leaf[:k] for leaf in state))
-
-
-def weights_of(counts: Integers, among: Integers, like: Tensor) -> Tensor | None:
-    """1 for samples, 0 for padding up to the largest `among` them; None where nobody is padded."""
-    width = int(among.max())
-    if (among == width).all():
-        return None
-    inside = torch.from_numpy(np.arange(width) < counts[:, None])
-    return inside.to(dtype=like.dtype, device=like.device)

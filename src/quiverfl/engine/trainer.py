@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from quiverfl.engine.lifting import lift, lift_point, same_kind
 from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.optimizer import Buffers, Rates
 from quiverfl.engine.programs import Program
-from quiverfl.engine.stepper import Batch, Source, Stepper
+from quiverfl.engine.stepper import Batch, Feed, Source, Stepper
 from quiverfl.engine.workers import stop_if_halted
 from quiverfl.methods.contract import Interleaved, Once, Phase, Train, Trained
 from quiverfl.seeds import Hashes
@@ -140,6 +140,9 @@ class _Way:
     def rows(self) -> Integers:
         return self.group.rows[self.order]
 
+    def each_batch(self) -> Iterator[Batch]:
+        return map(self.batch, range(int(self.batches.steps.max())))
+
     def batch(self, step: int) -> Batch:
         """The samples of those who still have batches: the first k."""
         k = int(np.count_nonzero(self.batches.steps > step))
@@ -183,10 +186,9 @@ class _Way:
         stepper = Stepper(
             phase, context.executor, programs, source, moving, state, rates, training, kept
         )
-        for step in range(int(self.batches.steps.max())):
+        for feed in stepper.feeds(self.rows, self.each_batch()):
             stop_if_halted()
-            batch = self.batch(step)
-            stepper.step(self.rows[: len(batch.counts)], batch)
+            stepper.step(feed)
         shared = stepper.point.shared if moving is start else start.shared
         return Point(shared, stepper.point.personal), stepper.buffers
 
@@ -196,15 +198,16 @@ class _Way:
             self._waiting(inner, state, slot) if isinstance(inner, Train) else None
             for slot, inner in enumerate(phase.phases)
         ]
-        for step in range(int(self.batches.steps.max())):
+        batches = list(self.each_batch())
+        feeds = [None if s is None else s.feeds(self.rows, batches) for s in steppers]
+        for batch in batches:
             stop_if_halted()
-            batch = self.batch(step)
             some = type(state)(*(leaf[: len(batch.counts)] for leaf in state))
-            for inner, stepper in zip(phase.phases, steppers, strict=True):
+            for inner, stepper, feed in zip(phase.phases, steppers, feeds, strict=True):
                 if isinstance(inner, Once):
                     some = self.trainer.once.step(inner, some, self.place, {})
-                elif stepper is not None:
-                    some = self._turn(stepper, inner, some, batch)
+                elif stepper is not None and feed is not None:
+                    some = self._turn(stepper, inner, some, next(feed))
             state = _first_replaced(state, some)
         return state
 
@@ -228,10 +231,10 @@ class _Way:
             loaded=True,
         )
 
-    def _turn(self, stepper: Stepper, phase: Train, state: Any, batch: Batch) -> Any:
-        k = len(batch.counts)
+    def _turn(self, stepper: Stepper, phase: Train, state: Any, feed: Feed) -> Any:
+        k = len(feed[0].places)
         stepper.load(lift_point(phase.point)(state), state)
-        stepper.step(self.rows[:k], batch)
+        stepper.step(feed)
         here = Point(*(part[:k].clone() for part in stepper.point))
         training = self.trainer.settings(phase)
         trained = _reached(here, np.full(k, phase.repeats), training, self.place)
@@ -270,9 +273,14 @@ def _reached(point: Point, steps: Integers, training: Training, place: Place) ->
     """The trained models with what a method may want to know of how they were made."""
     like = point.shared
     eta = training.rate(place.round)
-    reach = like.new_tensor([eta * training.momentum_sum(int(count)) for count in steps])
     rate, share = (like.new_full(steps.shape, value) for value in (eta, place.share))
-    taken = torch.from_numpy(steps).to(like)
+    if (steps == steps[0]).all():  # made where it is wanted: between two steps nothing is moved
+        reach = like.new_full(steps.shape, eta * training.momentum_sum(int(steps[0])))
+        taken = like.new_full(steps.shape, int(steps[0]))
+    else:
+        sums = [eta * training.momentum_sum(int(count)) for count in steps]
+        reach = torch.tensor(sums, dtype=like.dtype, device=like.device)
+        taken = torch.from_numpy(steps).to(like)
     return Trained(*point, steps=taken, rate=rate, reach=reach, share=share)
 
 

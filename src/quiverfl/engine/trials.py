@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
+from quiverfl.data.federated import FederatedData
 from quiverfl.engine.draws import KeyedDraws
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program, Vectorized, choose_executor
@@ -39,6 +40,22 @@ class Trial:
         point = Point(*(part.to(device, dtype) for part in task.initial(0)))
         one = (mapped(lambda leaf: leaf[0], part) for part in (x, y))
         return cls(Program.of(task, dtype, device), point, *one)
+
+    @classmethod
+    def here(cls, task: Task, data: FederatedData, dtype: torch.dtype) -> Trial:
+        """On the CPU, before anything is made for a run; the first sample twice."""
+
+        def twice(leaf: Tensor) -> Tensor:
+            return leaf[:1].expand(2, *leaf.shape[1:]).clone()
+
+        def cast(leaf: Tensor) -> Tensor:
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+        x, y = mapped(twice, data.train.x), mapped(twice, data.train.y)
+        x = x if data.prepare is None else data.prepare(x)
+        point = Point(*(part.to(dtype) for part in task.initial(0)))
+        program = Program.of(task, dtype, torch.device("cpu"))
+        return cls(program, point, mapped(cast, x), mapped(cast, y))
 
     def draws(self) -> bool:
         """Whether it draws random numbers in training, of the kinds that can be keyed."""

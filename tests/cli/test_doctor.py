@@ -1,0 +1,71 @@
+"""`quiver doctor`: what it finds on the CPU and on a pretended device, and how it tells faults."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pretend import pretended
+from quiverfl import device_check as doctor
+from quiverfl.cli.main import app
+from quiverfl.errors import QuiverError
+from quiverfl.methods import METHODS
+
+FEW = {name: METHODS[name] for name in ("dfedpgp", "dispfl", "dfedavgm")}
+
+
+@pytest.fixture(autouse=True)
+def few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "METHODS", FEW)
+    monkeypatch.setattr(doctor, "IMAGE_MODELS", ("lenet5",))
+
+
+def test_a_table_of_the_cpu() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    rows = json.loads(result.stdout)
+    assert result.exit_code == 0, rows
+    laws = {row["what"]: row for row in rows if row["part"] == "laws"}
+    tried = (*FEW, "lenet5")
+    assert set(laws) == {f"{name}, {how}" for name in tried for how in ("vectorized", "sequential")}
+    assert {row["verdict"] for row in laws.values()} == {"ok"}
+    assert len([row for row in rows if row["part"] == "speed"]) == 4
+    memory = [row for row in rows if row["part"] == "memory"]
+    assert [row["verdict"] for row in memory] == ["ok"] * 3
+
+
+def test_the_laws_hold_on_a_pretended_device() -> None:
+    with pretended():
+        found = list(doctor.laws("pretend"))
+    assert {finding.verdict for finding in found} == {"ok"}
+    assert {finding.measured for finding in found if "vectorized" in finding.what} == {"0.0e+00"}
+
+
+def test_another_number_and_a_failure_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = doctor._final
+
+    def faulty(model: str, method: object, device: str, executor: str) -> list[torch.Tensor]:
+        states = true(model, method, device, executor)  # type: ignore[arg-type]
+        if executor == "sequential":
+            raise RuntimeError("no kernel\nand more")
+        return (
+            states
+            if method.name == "dfedpgp"
+            else [leaf * (1 + 1e-8 * (device != "cpu")) for leaf in states]
+        )  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(doctor, "_final", faulty)
+    with pretended():
+        found = {finding.what: finding for finding in doctor.laws("pretend")}
+    assert found["dfedpgp, vectorized"].verdict == "ok"
+    assert found["dfedavgm, vectorized"].verdict == "differs"
+    assert found["dfedpgp, sequential"].verdict == "failed"
+    assert found["dfedpgp, sequential"].measured == "RuntimeError: no kernel"
+
+
+def test_a_device_that_is_not_there_is_one_sentence() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--device", "cuda"])
+    assert isinstance(result.exception, QuiverError)
+    assert "device 'cuda' cannot be used" in str(result.exception)

@@ -1,0 +1,178 @@
+"""[run] precision, compile and executor = "measure": honoured, recorded, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quiverfl as qv
+from quiverfl.config import parse
+from quiverfl.engine import execution
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.precision import computing
+from quiverfl.errors import QuiverError
+from small import PUSH, REGULAR, STAR, TRAINING, TinyModel, distance, simulate, states, tiny_data
+
+
+def test_bf16_computes_the_model_in_bfloat16_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: set[torch.dtype] = set()
+
+    def forward(self: TinyModel, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(x, self.body[0].weight, self.body[0].bias)
+        if isinstance(hidden.dtype, torch.dtype):  # not while the model is traced
+            seen.add(hidden.dtype)
+        return self.head(torch.tanh(hidden))
+
+    monkeypatch.setattr(TinyModel, "forward", forward)
+    options = {"dtype": torch.float32, "executor": "sequential"}
+    plain = simulate(qv.DFedPGP(), PUSH(6), **options)
+    assert seen == {torch.float32}
+    rough = simulate(qv.DFedPGP(), PUSH(6), precision="bf16", **options)
+    assert torch.bfloat16 in seen
+    assert all(leaf.dtype in (torch.float32, torch.float64) for leaf in states(rough))
+    assert 1e-6 < distance(states(plain), states(rough)) < 0.1
+    assert rough.summary["carried_out"]["precision"] == "bf16"
+    chosen = simulate(qv.DFedPGP(), PUSH(6), dtype=torch.float32, precision="bf16")
+    assert chosen.summary["carried_out"]["executor"] == "sequential"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "bf16", "executor": "vectorized"}, "torch.vmap ignores autocast"),
+        ({"precision": "bf16", "dtype": torch.float64}, "it makes float32 faster"),
+        ({"precision": "tf32"}, "a format of NVIDIA GPUs"),
+        ({"precision": "fp8"}, "precision = 'fp8'"),
+        ({"compile": True, "executor": "sequential"}, "computed for many clients together"),
+        ({"compile": True, "executor": "measure"}, "computed for many clients together"),
+        ({"compile": True, "precision": "bf16"}, 'without precision = "bf16"'),
+        ({"states": "elsewhere"}, "states = 'elsewhere'"),
+        ({"chunk": 0}, "chunk = 0"),
+        ({"device": "mps"}, "no float64"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(QuiverError, match=words):
+        simulate(qv.DFedPGP(), PUSH(6), **{"dtype": torch.float32, **options})
+
+
+class Dropping(TinyModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.dropout(self.body(x), 0.5, self.training))
+
+
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv1d(1, 2, 2), nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x.unsqueeze(1)).flatten(1))
+
+
+class Looping(TinyModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)) * float(self.body[0].bias[0].abs() + 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "words"),
+    [
+        (TinyModel, qv.MOON(), "MOON, whose loss looks at the model's features"),
+        (Dropping, qv.DFedAvgM(), "draws random numbers"),
+        (Convolving, qv.DFedAvgM(), "computed one by one"),
+        (Looping, qv.DFedAvgM(), "cannot be computed for several clients at once"),
+    ],
+    ids=["features", "dropout", "convolution", "not-stacked"],
+)
+def test_what_cannot_be_compiled_is_refused_with_a_reason(
+    model: type[nn.Module], method: qv.Method, words: str
+) -> None:
+    graph = STAR if method.topology == "star" else REGULAR
+    with pytest.raises(QuiverError, match=words):
+        qv.simulate(
+            qv.Task(model=model, personal=("head",)),
+            tiny_data(),
+            method=method,
+            topology=graph(6),
+            training=TRAINING,
+            rounds=1,
+            compile=True,
+        )
+
+
+def test_products_of_a_gpu_are_set_and_put_back() -> None:
+    """The flags exist without a GPU. cuDNN's own default is TF32, and a run's is not."""
+    cuda = torch.device("cuda")
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    for precision, allowed in (("float32", False), ("tf32", True), ("bf16", False)):
+        with computing(precision, cuda):  # type: ignore[arg-type]
+            assert torch.backends.cuda.matmul.allow_tf32 is allowed
+            assert torch.backends.cudnn.allow_tf32 is allowed
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_a_measurement_chooses_the_faster_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), executor="measure", rounds=1)
+    how = run.summary["carried_out"]
+    times = how["seconds_per_gradient"]
+    assert set(times) == {"vectorized", "sequential"}
+    assert min(times.values()) > 0
+    assert how["executor"] == min(times, key=times.__getitem__)
+    for faster in ("vectorized", "sequential"):
+        slow = {"vectorized": 2.0, "sequential": 2.0, faster: 1.0}
+        monkeypatch.setattr(execution, "seconds_per_gradient", lambda *_, slow=slow: slow)
+        again = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), executor="measure", rounds=1)
+        assert again.summary["carried_out"]["executor"] == faster
+        plain = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), executor=faster, rounds=1)
+        assert distance(states(again), states(plain)) == 0
+
+
+def test_a_resumed_run_stays_with_what_was_measured_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever is faster then, unless another executor is asked for."""
+    kept: list[Checkpoint] = []
+    fast = {"vectorized": 1.0, "sequential": 2.0}
+    monkeypatch.setattr(execution, "seconds_per_gradient", lambda *_: fast)
+    how = {"executor": "measure", "checkpoint_every": 1}
+    method = qv.DFedAvgM(epochs=1)
+    whole = simulate(method, REGULAR(6), rounds=2, checkpoint=kept.append, **how)
+    loaded = Checkpoint.load(kept[0].save(tmp_path), kept[0].history)
+    assert loaded.executor == "vectorized"
+    monkeypatch.setattr(execution, "seconds_per_gradient", lambda *_: pytest.fail("measured"))
+    again = simulate(method, REGULAR(6), rounds=2, resume=loaded, **how)
+    assert again.summary["carried_out"]["executor"] == "vectorized"
+    assert again.checkpoint().executor == "vectorized"
+    assert distance(states(whole), states(again)) == 0
+    other = simulate(method, REGULAR(6), rounds=2, resume=loaded, executor="sequential")
+    assert other.summary["carried_out"]["executor"] == "sequential"
+    assert other.checkpoint().executor is None
+
+
+def test_precision_is_part_of_what_a_run_is_and_compiling_is_not() -> None:
+    plain = parse({})
+    assert parse({"run": {"precision": "float32"}}).identity() == plain.identity()
+    assert parse({"run": {"precision": "bf16"}}).identity() != plain.identity()
+    for key, value in (("compile", True), ("states", "host"), ("executor", "measure")):
+        assert parse({"run": {key: value}}).identity() == plain.identity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "graph"),
+    [(qv.DFedPGP(shared_epochs=2), PUSH), (qv.DFedSAM(epochs=2), REGULAR)],
+    ids=str,
+)
+def test_compiled_is_the_same_up_to_rounding(method: Any, graph: Any) -> None:
+    plain = simulate(method, graph(6), executor="vectorized")
+    compiled = simulate(method, graph(6), executor="vectorized", compile=True)
+    assert compiled.summary["carried_out"]["compile"] is True
+    assert distance(states(plain), states(compiled)) < 1e-12

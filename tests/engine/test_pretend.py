@@ -1,0 +1,267 @@
+"""What a GPU would do with the engine, as far as it can be known without one (support/pretend.py).
+
+Every run on the pretended device equals the CPU's to the last bit, and inside the step loop nothing
+is copied between host and device and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import quiverfl as qv
+from pretend import DEVICE, OnDevice, Seen, pretended
+from quiverfl.data.augmentation import CropFlip
+from quiverfl.data.normalize import Normalize
+from quiverfl.engine import stepper
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.history import History
+from quiverfl.models import MODELS, make_model
+from small import AWAY, METHODS, PUSH, SOME, STAR, TinyModel, simulate, states, tiny_data, tiny_task
+
+Simulate = Callable[..., qv.Run]
+QUICK = (qv.DFedPGP, qv.OSGP, qv.DisPFL, qv.MOON, qv.FedProto, qv.APFL, qv.PerFedAvg, qv.PushDIGing)
+"""One of every kind: the methods that differ from these in numbers alone are slow's."""
+
+
+def cases() -> Iterator[Any]:
+    """All methods on their graphs; each quick one on its first graph in one round, too."""
+    quick = {kind: (method, graphs[0]) for method, graphs in METHODS for kind in [type(method)]}
+    for kind in QUICK:
+        yield pytest.param(*quick[kind], "vectorized", 1, id=kind.__name__)
+    for method, graphs in METHODS:
+        for graph in graphs:
+            for executor in ("vectorized", "sequential"):
+                name = f"{method}-{graph(6).name}-{executor}"
+                yield pytest.param(method, graph, executor, 2, id=name, marks=pytest.mark.slow)
+
+
+def on_both(run: Simulate, *arguments: Any, **options: Any) -> Seen:
+    """The same run on the CPU and on the pretended device; what that did silently."""
+    here = run(*arguments, **options)
+    with pretended() as seen:
+        there = run(*arguments, device="pretend", **options)
+        assert all(leaf.device == DEVICE for leaf in there._shard.state)
+        found = [leaf.cpu() for leaf in there._shard.state]
+        history, model = there.history, there.personal(0).state_dict()
+    for mine, theirs in zip(states(here), found, strict=True):
+        assert torch.equal(mine, theirs)
+    assert history.equals(here.history)
+    for name, leaf in here.personal(0).state_dict().items():
+        assert torch.equal(leaf, model[name].cpu())
+    kept = seen.steps.copy()
+    return Seen(kept, seen.elsewhere.copy())
+
+
+@pytest.mark.parametrize(("method", "graph", "executor", "rounds"), list(cases()))
+def test_every_method_is_the_cpu_s_and_its_steps_wait_for_nothing(
+    method: Any, graph: Any, executor: str, rounds: int
+) -> None:
+    seen = on_both(simulate, method, graph(6), executor=executor, rounds=rounds, gradients=True)
+    assert not seen.steps
+
+
+@pytest.mark.parametrize(
+    "executor", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)]
+)
+def test_some_methods_one_by_one_and_a_round_s_copies(executor: str) -> None:
+    """A phase of a group moves its plan in two copies: samples, and which of them are padding."""
+    options = {"executor": executor, "evaluate_every": 10}
+    short = on_both(simulate, qv.DFedPGP(shared_epochs=1), PUSH(6), rounds=2, **options)
+    long = on_both(simulate, qv.DFedPGP(shared_epochs=4), PUSH(6), rounds=2, **options)
+    assert not short.steps
+    assert not long.steps
+    assert short.elsewhere == long.elsewhere  # four times the steps, and not a copy more
+    groups, phases, rounds = (1 if executor == "vectorized" else 6), 2, 2
+    moved = short.elsewhere["copy to the device | engine/picks.py:_together"]
+    assert moved <= rounds * groups * phases * 2 + 20
+
+
+def test_a_copy_inside_the_loop_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter counts: batches moved when they are used, as they were before."""
+
+    def late(self: Any, picks: Any) -> Any:
+        places = picks.places.cpu().to(self._values.device)
+        x, y = self._source.take(stepper.replace(picks, places=places))
+        return x, y, picks.weights(self._values.dtype)
+
+    monkeypatch.setattr(stepper.Stepper, "_gathered", late)
+    seen = on_both(simulate, qv.DFedAvgM(epochs=1), SOME(6), rounds=1)
+    steps = math.ceil(11 / 4)  # of the largest client
+    assert sum(seen.steps.values()) == 2 * steps
+    assert all("copy to the" in what for what in seen.steps)
+
+
+IMAGES = 16
+QUICK_MODELS = (("mlp", "vectorized"), ("lenet5", "vectorized"), ("cnn_small", "sequential"))
+
+
+def image_data(augment: Any) -> qv.FederatedData:
+    random = np.random.default_rng(0)
+
+    def pair(size: int) -> tuple[Any, Any]:
+        x = random.integers(0, 256, (size, 3, IMAGES, IMAGES), dtype=np.uint8)
+        return x, random.integers(0, 3, size)
+
+    return qv.FederatedData.from_arrays(
+        [pair(size) for size in (5, 7, 6, 4)],
+        [pair(3) for _ in range(4)],
+        classes=3,
+        prepare=Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.25)),
+        augment=augment,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "executor"),
+    [
+        pytest.param(
+            name,
+            executor,
+            marks=() if (name, executor) in QUICK_MODELS else pytest.mark.slow,
+        )
+        for name in MODELS
+        for executor in ("vectorized", "sequential")
+    ],
+)
+def test_every_model_with_augmented_images(name: str, executor: str) -> None:
+    def model() -> nn.Module:
+        return make_model(name, (3, IMAGES, IMAGES), 3)
+
+    def run(**options: Any) -> qv.Run:
+        return qv.simulate(
+            qv.Task(model=model, personal=("head",)),
+            image_data(CropFlip(padding=1, fill=(-2.5, -1.3, -1.2))),
+            method=qv.DFedPGP(shared_epochs=1),
+            topology=qv.random_push(clients=4, neighbors=1, seed=0),
+            training=qv.Training(lr=0.05, momentum=0.9, batch_size=4),
+            rounds=1,
+            threads=1,
+            executor=executor,
+            **options,
+        )
+
+    seen = on_both(run)
+    # What padding is filled with is moved once, for all runs of a process.
+    assert set(seen.steps) <= {"copy to the device | data/augmentation.py:constant"}
+    assert sum(seen.steps.values()) <= 1
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(qv.DFedPGP(shared_epochs=1), marks=pytest.mark.slow),
+        qv.OSGP(epochs=1, delay=2),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_the_device_is_the_cpu_s(method: Any, tmp_path: Path) -> None:
+    """Written there it is resumed here, and the other way round, to the same bits."""
+    whole = simulate(method, PUSH(6), rounds=4)
+
+    def first(device: str) -> Path:
+        written: list[Path] = []
+
+        def save(checkpoint: Checkpoint) -> None:
+            written.append(checkpoint.save(tmp_path / device))
+
+        simulate(method, PUSH(6), rounds=2, checkpoint=save, checkpoint_every=2, device=device)
+        return written[-1]
+
+    def second(path: Path, device: str) -> list[torch.Tensor]:
+        resume = Checkpoint.load(path, History())
+        run = simulate(method, PUSH(6), rounds=4, resume=resume, device=device)
+        return [leaf.cpu() for leaf in run._shard.state]
+
+    with pretended():
+        there = first("pretend")
+        on_device = second(first("cpu"), "pretend")
+    for found in (second(there, "cpu"), on_device):
+        for mine, theirs in zip(states(whole), found, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("method", "graph"),
+    [
+        (qv.DFedPGP(shared_epochs=1), AWAY),
+        pytest.param(qv.OSGP(epochs=1, delay=2), PUSH, marks=pytest.mark.slow),
+        pytest.param(qv.Ditto(), STAR, marks=pytest.mark.slow),
+    ],
+    ids=["dfedpgp", "osgp", "ditto"],
+)
+def test_states_in_the_host_s_memory_visit_the_device_chunk_by_chunk(
+    method: Any, graph: Any
+) -> None:
+    """Two clients at a time, and no stack of all six ever lies there."""
+    options = {"chunk": 2, "rounds": 3, "executor": "vectorized", "gradients": method.mass == "mu"}
+    here = simulate(method, graph(6), **options)
+    with pretended() as seen:
+        there = simulate(method, graph(6), device="pretend", states="host", **options)
+        shared = tiny_task().shared_layout.size
+        assert max(shape[0] for shape in seen.fetched if shape[1:] == (shared,)) == 2
+        assert there.history.equals(here.history)
+        assert there.rounds.gradient_shared.equals(here.rounds.gradient_shared)
+    assert not seen.steps
+    assert all(leaf.device.type == "cpu" for leaf in there._shard.state)
+    for mine, theirs in zip(states(here), states(there), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Dropping(TinyModel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.dropout(self.body(x), 0.5, self.training))
+
+
+@pytest.mark.parametrize(
+    ("method", "executor"),
+    [
+        (qv.DFedSAM(epochs=1), "vectorized"),
+        pytest.param(qv.DFedSAM(epochs=1), "sequential", marks=pytest.mark.slow),
+        pytest.param(qv.DFedAvgM(epochs=2), "vectorized", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_model_that_draws_random_numbers(method: Any, executor: str) -> None:
+    """Their keys are moved with the batches; adam and metrics of all samples beside it."""
+
+    def run(**options: Any) -> qv.Run:
+        return qv.simulate(
+            qv.Task(
+                model=Dropping,
+                personal=("head",),
+                metrics=("accuracy", "f1"),
+            ),
+            tiny_data(),
+            method=method,
+            topology=SOME(6),
+            training=qv.Training(lr=0.01, optimizer="adam", batch_size=4),
+            rounds=2,
+            threads=1,
+            executor=executor,
+            **options,
+        )
+
+    assert not on_both(run).steps
+
+
+def test_the_device_refuses_what_a_gpu_would() -> None:
+    with pretended():
+        there, here = torch.zeros(3, device=DEVICE), torch.zeros(3)
+        assert isinstance(there, OnDevice)
+        with pytest.raises(RuntimeError, match="two devices"):
+            there + here
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+        with pytest.raises(RuntimeError, match="indices on the device"):
+            here[torch.zeros(1, dtype=torch.int64, device=DEVICE)]
+        with pytest.raises(RuntimeError, match="generator"):
+            torch.rand(3, device=DEVICE, generator=torch.Generator())
+        assert float(there.sum()) == 0
