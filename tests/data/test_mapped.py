@@ -135,6 +135,7 @@ def run(dataset: Dataset, mapped: bool, **options: Any) -> qv.Run:
         ("numbers", {}),
         ("numbers", {"dtype": torch.float64, "executor": "sequential"}),
         ("images", {"augment": "crop_flip"}),
+        ("images", {"augment": "crop_flip", "executor": "sequential"}),
         ("images", {"augment": "crop_flip", "model": "resnet8_gn"}),
     ],
 )

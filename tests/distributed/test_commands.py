@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,8 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+import quiverfl as qv
+from quiverfl.cli.main import app
 from quiverfl.engine.checkpoint import checkpoints
+from quiverfl.errors import QuiverError
 
 CONFIG = """
 [data]
@@ -58,7 +64,15 @@ def started(*arguments: str, cwd: Path, **told: str) -> subprocess.Popen[str]:
     )
 
 
-def as_ranks(count: int, cwd: Path, command: Callable[[int], list[str]], **told: str) -> list[str]:
+def in_this_process(*arguments: str, cwd: Path) -> Result:
+    """A command without the seconds that a process takes to begin; numbers are the same."""
+    with contextlib.chdir(cwd):
+        return CliRunner().invoke(app, arguments)
+
+
+def as_ranks(
+    count: int, cwd: Path, command: Callable[[int], list[str]], code: int = 2, **told: str
+) -> list[str]:
     """The ranks of one run as torchrun would start them, each with its own words; what they say."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -69,7 +83,7 @@ def as_ranks(count: int, cwd: Path, command: Callable[[int], list[str]], **told:
         for rank in range(count)
     ]
     said = [process.communicate(timeout=120)[1] for process in crew]
-    assert [process.returncode for process in crew] == [2] * count, said
+    assert [process.returncode for process in crew] == [code] * count, said
     return said
 
 
@@ -109,19 +123,17 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_one_folder_with_the_files_of_one_process(here: Path) -> None:
-    assert quiver("run", "short.toml", "--out", "one", "-q", cwd=here).returncode == 0
+    assert in_this_process("run", "short.toml", "--out", "one", "-q", cwd=here).exit_code == 0
     done = quiver("run", "short.toml", "--out", "two", "--ranks", "2", "--json", cwd=here)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["finished"]  # said once
     assert_same_run(here / "one", here / "two")
     assert {p.name for p in (here / "one").iterdir()} == {p.name for p in (here / "two").iterdir()}
-    again = quiver("run", "short.toml", "--out", "two", "--ranks", "2", "-q", cwd=here)
-    assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
 def test_a_killed_rank_costs_no_number(here: Path) -> None:
-    assert quiver("run", "long.toml", "--out", "whole", "-q", cwd=here).returncode == 0
+    assert in_this_process("run", "long.toml", "--out", "whole", "-q", cwd=here).exit_code == 0
     command = ["run", "long.toml", "--out", "run", "--ranks", "2", "--max-restarts", "1", "-q"]
     with started(*command, cwd=here) as process:
         wait_for(lambda: rounds(here / "run") >= 30, process)
@@ -164,6 +176,9 @@ def test_any_number_of_ranks_continues_what_another_began(here: Path) -> None:
         command, done = ["resume", "run"], rounds(here / "run")
     assert quiver("resume", "run", "-q", cwd=here).returncode == 0
     assert_same_run(here / "whole", here / "run")
+    again = quiver("run", "long.toml", "--out", "run", "--ranks", "2", "-q", cwd=here)
+    assert again.returncode == 0, again.stderr  # finished, and nothing is done
+    assert_same_run(here / "whole", here / "run")
 
 
 def test_ranks_with_other_configurations_are_refused(here: Path) -> None:
@@ -173,6 +188,17 @@ def test_ranks_with_other_configurations_are_refused(here: Path) -> None:
     said = as_ranks(2, here, command)
     assert "rank 1 differs from rank 0 in training.lr: 0.02 there, 0.01 on rank 0" in said[0]
     assert len(said[0].splitlines()) == 1
+    assert not (here / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_version_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, quiverfl; quiverfl.__version__ = sys.argv.pop(1)\n"
+    code += "from quiverfl.cli.main import main; main()"
+    monkeypatch.setattr(sys.modules[__name__], "QUIVER", [sys.executable, "-c", code])
+    versions = (qv.__version__, "9.9")
+    said = as_ranks(2, here, lambda rank: [versions[rank], "run", "short.toml", "--out", "run"])
+    assert f"rank 1 differs from rank 0 in quiverfl: 9.9 there, {qv.__version__}" in said[0]
     assert not (here / "run").exists()
 
 
@@ -219,25 +245,42 @@ def test_a_port_in_use_is_said(here: Path) -> None:
 def test_bad_counts_are_refused_before_anything_starts(
     here: Path, arguments: list[str], words: str
 ) -> None:
-    done = quiver("run", "short.toml", "--out", "run", *arguments, cwd=here)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    done = in_this_process("run", "short.toml", "--out", "run", *arguments, cwd=here)
+    assert isinstance(done.exception, QuiverError)
+    assert words in str(done.exception)
     assert not (here / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["compare", "sweep", "tune", "reproduce"])
+def test_what_is_one_process_is_refused_among_ranks(
+    command: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = [command, str(here / "short.toml"), "--out", str(here / "runs")]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, QuiverError), result.output
+    assert f"quiver {command} is one process, and this is one of 2 ranks" in str(result.exception)
+    assert not (here / "runs").exists()
+
+
 def test_divergence_on_a_rank_ends_all_with_its_words(here: Path) -> None:
-    wild = ["--set", "training.lr=1e30", "--set", "training.momentum=0.9"]
-    done = quiver("run", "short.toml", "--out", "run", "--ranks", "2", "-q", *wild, cwd=here)
-    assert done.returncode == 3, done.stderr
-    assert done.stderr.count("training diverged") == 1
+    wild = ["--set", "training.lr=1e30", "--set", "training.momentum=0.9", "-q"]
+    said = as_ranks(2, here, lambda _: ["run", "short.toml", "--out", "run", *wild], code=3)
+    assert said[0].count("training diverged") == 1
+    assert said[0].splitlines()[-1] == said[1].splitlines()[-1]
     assert "diverged" in json.loads((here / "run" / "summary.json").read_text())
 
 
 def test_a_dry_run_says_what_a_rank_needs(here: Path) -> None:
-    done = quiver("run", "short.toml", "--dry-run", "--ranks", "3", cwd=here)
-    assert done.returncode == 0, done.stderr
-    for words in ("7 clients", "each of 3 ranks: about", "between ranks: each sends"):
+    done = in_this_process("run", "short.toml", "--dry-run", "--ranks", "3", cwd=here)
+    assert done.exit_code == 0, done.output
+    said = (
+        "7 clients",
+        "each of 3 ranks: about",
+        "clients in training",
+        "between ranks: each sends",
+    )
+    for words in said:
         assert words in done.stdout
     assert (
         list(here.iterdir()) == [here / "short.toml", here / "long.toml"]

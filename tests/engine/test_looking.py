@@ -163,3 +163,15 @@ def test_row_stochastic_graphs_can_look_too():
     blind, seeing = simulate(qv.DFedAvgM(), plain), simulate(qv.DFedAvgM(), topology)
     assert all(torch.equal(a, b) for a, b in zip(states(blind), states(seeing), strict=True))
     assert (seeing._shard.view.norm.diagonal() > 0).all()
+
+
+def test_what_is_told_is_counted_beside_a_compressed_message():
+    """And Σμ is conserved with both."""
+    chosen, coded = bandit(CLIENTS), qv.Quantize(bits=4)
+    whole, small = (simulate(METHOD, chosen, compression=c) for c in (None, coded))
+    plain = simulate(METHOD, PUSH(CLIENTS), compression=coded)
+    beside = chosen.looks.bytes * CLIENTS * 2
+    sizes = [r.rounds["network_bytes"].tolist() for r in (whole, small, plain)]
+    assert sizes[1] == [size + beside for size in sizes[2]]
+    assert sizes[1][0] < sizes[0][0]
+    assert float(small._shard.state.mu.sum()) == pytest.approx(CLIENTS, abs=1e-12)
