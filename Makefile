@@ -10,7 +10,7 @@ install: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,peer,tensorboard,ray,datasets]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,peer,tensorboard,ray,datasets,privacy]'
 	touch $@
 
 demo: install

@@ -103,18 +103,30 @@ if TYPE_CHECKING:
         unreliable,
     )
     from quiverfl.training import Training
+    from quiverfl.transforms.adversary import (
+        AddNoise,
+        ForgedMass,
+        LabelFlip,
+        ScaledUpdate,
+        SignFlip,
+    )
     from quiverfl.transforms.compression import Quantize, RandomK, TopK
+    from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
+    from quiverfl.transforms.robustness import Balance, NormBound, SelfCenteredClip
 
 __version__ = "0.2.0"
 
 __all__ = [
     "APFL",
+    "DPSGD",
     "METHODS",
     "MODELS",
     "MOON",
     "OSGP",
     "SCAFFOLD",
     "TOPOLOGIES",
+    "AddNoise",
+    "Balance",
     "Callback",
     "CallbackFailed",
     "ClientState",
@@ -138,10 +150,12 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FederatedData",
+    "ForgedMass",
     "Fraction",
     "Graph",
     "Interleaved",
     "Interrupted",
+    "LabelFlip",
     "Local",
     "Lookahead",
     "Looks",
@@ -151,6 +165,7 @@ __all__ = [
     "Method",
     "Metric",
     "Moment",
+    "NormBound",
     "NotNegative",
     "Number",
     "Once",
@@ -169,8 +184,11 @@ __all__ = [
     "RunSettings",
     "SavedRun",
     "Scalar",
+    "ScaledUpdate",
     "Seen",
+    "SelfCenteredClip",
     "Shared",
+    "SignFlip",
     "Start",
     "Swept",
     "Task",
@@ -181,6 +199,7 @@ __all__ = [
     "Trained",
     "Training",
     "UnitInterval",
+    "UpdatePrivacy",
     "View",
     "WandB",
     "bandit_push",
@@ -310,6 +329,16 @@ _PLACES = {
     "Quantize": "quiverfl.transforms.compression",
     "RandomK": "quiverfl.transforms.compression",
     "TopK": "quiverfl.transforms.compression",
+    "AddNoise": "quiverfl.transforms.adversary",
+    "ForgedMass": "quiverfl.transforms.adversary",
+    "LabelFlip": "quiverfl.transforms.adversary",
+    "ScaledUpdate": "quiverfl.transforms.adversary",
+    "SignFlip": "quiverfl.transforms.adversary",
+    "UpdatePrivacy": "quiverfl.transforms.privacy",
+    "DPSGD": "quiverfl.transforms.privacy",
+    "Balance": "quiverfl.transforms.robustness",
+    "NormBound": "quiverfl.transforms.robustness",
+    "SelfCenteredClip": "quiverfl.transforms.robustness",
     "Dataset": "quiverfl.data.dataset",
     "from_huggingface": "quiverfl.data.sources.huggingface",
     "from_torch": "quiverfl.data.sources.torch_items",

@@ -7,6 +7,9 @@
 [topology]  who talks to whom; "auto" takes the usual one of the method
 [training]  the optimizer
 [compression]  what is sent in place of whole messages
+[privacy]  how far what is sent is clipped and blurred
+[robustness]  which part of a neighbour's message is taken
+[adversary]  clients that attack, and how
 [run]       rounds, seed, and how the run is carried out
 [overrides.METHOD.SECTION]  what is different for one method when several are compared
 """
@@ -197,6 +200,9 @@ class Config(Section):
     topology: TopologyConfig = TopologyConfig()
     training: TrainingConfig = TrainingConfig()
     compression: TransformConfig = TransformConfig()
+    privacy: TransformConfig = TransformConfig()
+    robustness: TransformConfig = TransformConfig()
+    adversary: TransformConfig = TransformConfig()
     run: RunConfig = RunConfig()
     overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
 

@@ -200,7 +200,7 @@ def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
         experiment = Experiment.of(config, dataset)
     checkpoint, simulation = folder.newest(), experiment.simulation
     shard = simulation.shard()
-    exchange = simulation.exchange()
+    exchange = simulation.exchange(shard)
     checkpoint.apply(shard, exchange)
     return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)
 

@@ -14,6 +14,7 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "datasets": ("datasets",),
     "export": ("onnx", "onnxscript", "onnxruntime"),
+    "privacy": ("opacus",),
 }
 """The modules that Quiver imports of each."""
 

@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.run_files import finish, read_json, read_lines
 from quiverfl.run_lines import appending, as_line, history_from
 from quiverfl.topologies.topology import Topology
+from quiverfl.transforms.adversary import attackers
 
 PYTHON, PEER = "python", "peer"
 """In config.json of a run that was not made from a configuration, or by one peer of many."""
@@ -212,6 +213,10 @@ class RunFolder:
                 "config": config.model_dump(mode="json"),
                 "topology": {"name": topology.name, **topology.options},
             }
+            adversary = config.transforms().adversary
+            if adversary is not None:
+                found = attackers(adversary, config.run.seed, topology.clients)
+                text["attackers"] = found.tolist()
             self._write("config.json", _json(text))
         self._check_partition(partition)
         self._write_beside(partition.arrays())
@@ -248,7 +253,11 @@ class RunFolder:
         self._cut(sys.maxsize)
 
     def describe(
-        self, tree: Settings, shares: Mapping[str, Any], topology: Topology, method: Method
+        self,
+        tree: Settings,
+        shares: Mapping[str, Any],
+        method: Method,
+        attackers: Sequence[int] = (),
     ) -> None:
         """The same for a run made in Python, whose settings cannot make it again."""
         if any(path.name != locks.NAME for path in self.path.iterdir()):
@@ -264,6 +273,7 @@ class RunFolder:
             "method": _named(method.name, method),
             "config": tree,
             "topology": tree["topology"],
+            **({"attackers": list(attackers)} if attackers else {}),
         }
         self._write("config.json", _json(text))
         self._write_beside(shares)

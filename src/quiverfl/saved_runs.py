@@ -23,7 +23,7 @@ from quiverfl.experiment import Experiment, inputs_of, restored
 from quiverfl.methods.optional import adaptation
 from quiverfl.methods.options import options_of
 from quiverfl.results.run_files import RunResult, read_run
-from quiverfl.results.summary import summarize
+from quiverfl.results.summary import summarize_attacked
 from quiverfl.run_folder import RunFolder
 from quiverfl.run_lines import appending
 
@@ -55,7 +55,7 @@ def save_run(run: Run, path: Path, name: str | None = None) -> Path:
             )
         else:
             shares = _shares(simulation.data)
-            folder.describe(described(run, name), shares, simulation.topology, simulation.method)
+            folder.describe(described(run, name), shares, simulation.method, run.attackers)
         with appending(path, folder.writing, None) as lines:
             checkpoint = run.checkpoint()
             for evaluation in checkpoint.history.evaluations:
@@ -180,7 +180,7 @@ class SavedRun(Shown):
             return RunFolder(self.path).summary()
         return {
             "method": dict(self._result.method_options),
-            **summarize(self.history, self.rounds),
+            **summarize_attacked(self.history, self.rounds, self._result.attackers),
             "finished": False,
         }
 

@@ -75,6 +75,11 @@ class RankSimulation:
             self.settings,
             self.placement.clients,
         )
+        for section in self.transforms.record():
+            if section != "compression":
+                raise QuiverError(
+                    f"[{section}] is for one process as yet: leave --ranks out, or the section."
+                )
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
@@ -98,7 +103,13 @@ class RankSimulation:
             shard = ranks.together(lambda: self._shard(settings, measured))
             columns = Columns(ranks, self.placement)
             exchange = transformed_exchange(
-                self.transforms, self.method, self.topology, settings, columns.mix, shard.ids
+                self.transforms,
+                self.method,
+                self.topology,
+                settings,
+                shard.outbox,
+                columns.mix,
+                shard.ids,
             )
             checkpoints = GatheredCheckpoints(ranks, self.placement)
             history, start = History(), 0

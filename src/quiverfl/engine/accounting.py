@@ -15,6 +15,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.methods.state import fields_of
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import downloads, uploads
+from quiverfl.transforms.privacy import spent
 
 if TYPE_CHECKING:
     from quiverfl.engine.shard import Shard
@@ -83,6 +84,8 @@ def state_record(shard: Shard, settings: RunSettings, round: int) -> dict[str, A
         "gradient_shared": None,
         "gradient_personal": None,
     }
+    if shard.context.private is not None:
+        record["epsilon"] = spent(shard.visits, shard.context.private).tolist()
     if settings.evaluates(round):
         shared = next(iter(fields_of(shard.state, "shared").values()), None)
         record["consensus"] = None if shared is None else consensus_distance(shared, mass)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -56,6 +57,8 @@ class Checkpoint:
             tensors[f"local/{row}/personal"] = point.personal
         for number, buffers in shard.buffers.items():
             tensors.update((f"optimizer/{number}/{name}", b) for name, b in buffers.items())
+        if shard.context.private is not None:
+            tensors["visits"] = torch.from_numpy(shard.visits)
         if shard.sight is not None:
             tensors.update((f"view/{name}", rows) for name, rows in shard.sight.rows().items())
         measured = shard.execution.measured
@@ -96,6 +99,8 @@ class Checkpoint:
             for row in rows
         }
         shard.local.metrics = {row: dict(metrics) for row, metrics in self.local_metrics.items()}
+        if "visits" in self.tensors:
+            shard.visits = self.tensors["visits"].cpu().numpy().copy()
         shard.buffers = {}
         for name, leaf in _below(self.tensors, "optimizer/").items():
             number, _, buffer = name.partition("/")

@@ -11,6 +11,7 @@ Both are u' = u + γ (P - I) · k with what others know of a client, k = Q(u) or
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,9 @@ class CodedExchange:
             if name != self._mass:
                 saved += numbers * element - self._compression.bytes_of(numbers, element)
         return np.where(payload > 0, payload - saved, 0)
+
+    def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
+        return self._inner.traffic(graph, payload)
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         self._check(round, graph)

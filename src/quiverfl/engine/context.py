@@ -15,6 +15,7 @@ from quiverfl.engine.workers import worker_place
 from quiverfl.seeds import hashed
 from quiverfl.task import Task
 from quiverfl.training import Training
+from quiverfl.transforms.privacy import DPSGD
 
 Integers = npt.NDArray[np.int64]
 
@@ -67,6 +68,8 @@ class PhaseContext:
     rounds: int
     draws: bool = False
     """Whether the model draws random numbers in training, as dropout does."""
+    private: DPSGD | None = None
+    """How gradients are clipped and blurred, if they are."""
     _template: Program = field(init=False)
     _programs: dict[tuple[int, int], Program] = field(default_factory=dict, init=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
+from quiverfl.engine.accounting import traffic
 from quiverfl.engine.mixing import mix
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
@@ -30,6 +31,9 @@ class Exchange(Protocol):
 
     def weigh(self, outbox: Message, payload: Integers) -> Integers:
         """Bytes of every client's message as it travels; `payload` has those of the whole one."""
+
+    def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
+        """What crossed the network in the round that was pushed last."""
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None: ...
     def collect(self, round: int) -> Message: ...
@@ -60,6 +64,9 @@ class MatrixExchange:
 
     def weigh(self, outbox: Message, payload: Integers) -> Integers:
         return payload
+
+    def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
+        return traffic(graph, payload)
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         if self.delay == 0:

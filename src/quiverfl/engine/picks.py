@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.seeds import Hashes
+from quiverfl.transforms.noise import Noise
 
 Integers = npt.NDArray[np.int64]
 
@@ -35,6 +36,8 @@ class Picks:
     """Where the inputs lie, [k · n], if they stay on disk and are fetched step by step."""
     cuts: tuple[Tensor, ...] = ()
     """What augmentation draws in place of the keys, each [k · n]."""
+    noise: Noise | None = None
+    """What private gradients are blurred with, if they are."""
 
     def weights(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.inside is None else self.inside.to(dtype)

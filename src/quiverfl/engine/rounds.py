@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quiverfl.engine.accounting import Clock, traffic
+from quiverfl.engine.accounting import Clock
 from quiverfl.engine.exchange import Exchange
 from quiverfl.engine.fit import fitting
 from quiverfl.engine.history import Record, Recorder
@@ -62,4 +62,4 @@ def communicate(shard: Shard, exchange: Exchange, graph: Graph, round: int) -> R
     payload = exchange.weigh(outbox, shard.payload(outbox, few))
     exchange.push(round, graph, outbox)
     shard.deliver(exchange.collect(round))
-    return {**traffic(graph, payload), "active": int(graph.active.sum())}
+    return {**exchange.traffic(graph, payload), "active": int(graph.active.sum())}

@@ -37,6 +37,7 @@ from quiverfl.task import Point, Task
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.view import Looks, View
 from quiverfl.training import Training
+from quiverfl.transforms.privacy import DPSGD, check_budget
 
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -55,6 +56,7 @@ class Shard:
         settings: RunSettings,
         clients: Sequence[int] | None = None,
         looks: Looks | None = None,
+        private: DPSGD | None = None,
         measured: Measured | None = None,
     ) -> None:
         """`clients` and `settings.epochs_per_client` have one entry per client of `data`.
@@ -87,7 +89,13 @@ class Shard:
             settings.seed,
             settings.rounds,
             draws=trial is not None and trial.draws(),
+            private=private,
         )
+        if private is not None and self.context.draws:
+            raise QuiverError(
+                "privacy.name = 'dp_sgd' takes the gradient of one sample after another, and this "
+                "model draws random numbers (dropout) for a whole batch: use one that does not."
+            )
         self._once = OnceSteps(self.context)
         self.trainer = Trainer(self.context, self._once)
         self._phases, self._adaptation = method.phases(task), adaptation(method, task)
@@ -99,6 +107,8 @@ class Shard:
         self.local = LocalModels()
         self.steps: Integers = np.zeros(len(self.ids), dtype=np.int64)
         """Local steps of the last round."""
+        self.visits: Integers = np.zeros(len(self.ids), dtype=np.int64)
+        """How often each sample of a client has been looked at, counted where that must be few."""
         self._merged = False
         self.sight = (
             None if looks is None else Sight(looks, self.context, method, self.ids, self.everybody)
@@ -154,6 +164,8 @@ class Shard:
             self.local.forget(group.rows)
 
         self._side_by_side(work, self.groups(np.flatnonzero(active)))
+        if self.context.private is not None:
+            check_budget(self.visits, self.context.private, round, self.ids)
         if active.any():
             gradients_without_rate(self.method, self._phases, self._once.rate_was_read)
 
@@ -173,6 +185,8 @@ class Shard:
         kept = self._kept(place.number, group.rows) if keeps else None
         state, steps, buffers = self.trainer.train(phase, state, group, place, epochs, kept)
         self.steps[group.rows] += steps
+        if self.context.private is not None:
+            self.visits[group.rows] += self.trainer.visits(phase, group, steps)
         if keeps:
             self._keep(place.number, group.rows, buffers)
         return state

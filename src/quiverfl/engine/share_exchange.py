@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.accounting import traffic
 from quiverfl.engine.exchange import Exchange, MatrixExchange
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shares import (
@@ -55,6 +56,9 @@ class ShareExchange:
 
     def weigh(self, outbox: Message, payload: Integers) -> Integers:
         return payload
+
+    def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
+        return traffic(graph, payload)
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         check_split(self._split, graph, round)

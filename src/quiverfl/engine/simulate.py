@@ -23,14 +23,17 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.splitting import splitting
-from quiverfl.engine.transformed import check_transforms, transformed_exchange
+from quiverfl.engine.transformed import check_transforms, trained_on, transformed_exchange
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
+from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.compression import Compression
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
+from quiverfl.transforms.robustness import Robustness
 
 SMALL_WORK = 20_000_000
 """Products in a step of all clients together below which threads wait more than they work."""
@@ -57,19 +60,23 @@ class Simulation:
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
 
-    def exchange(self) -> Exchange:
-        return transformed_exchange(self.transforms, self.method, self.topology, self.settings)
-
     def shard(self, measured: Measured | None = None) -> Shard:
         """All clients, at the start."""
+        private = self.transforms.privacy
         return Shard(
             self.task,
-            self.data,
+            trained_on(self.transforms, self.data, self.settings.seed),
             self.method,
             self.training,
             self.settings,
             looks=self.topology.looks,
+            private=private if isinstance(private, DPSGD) else None,
             measured=measured,
+        )
+
+    def exchange(self, shard: Shard) -> Exchange:
+        return transformed_exchange(
+            self.transforms, self.method, self.topology, self.settings, shard.outbox
         )
 
     def run(
@@ -91,7 +98,7 @@ class Simulation:
         ):
             measured = None if resume is None else resume.measured
             shard = self.shard(measured)
-            exchange, history, start = self.exchange(), History(), 0
+            exchange, history, start = self.exchange(shard), History(), 0
             if resume is not None:
                 resume.apply(shard, exchange)
                 history, start = resume.history.copy(), resume.round
@@ -128,6 +135,9 @@ def simulate(
     topology: Topology,
     training: Training,
     compression: Compression | None = None,
+    privacy: UpdatePrivacy | DPSGD | None = None,
+    robustness: Robustness | None = None,
+    adversary: Adversary | None = None,
     settings: RunSettings | None = None,
     recorder: Recorder | None = None,
     resume: Checkpoint | None = None,
@@ -148,7 +158,9 @@ def simulate(
     `callbacks` are told what `recorder` is told, and may end the run (qv.EarlyStopping), which is
     then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
 
-    `compression` is what is sent in place of the messages (qv.Quantize(bits=4)).
+    `compression` is what is sent in place of the messages (qv.Quantize(bits=4)), `privacy`
+    how they are blurred (qv.UpdatePrivacy()), `robustness` which part of them is taken
+    (qv.Balance()), `adversary` who forges them (qv.SignFlip()).
 
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
@@ -156,7 +168,7 @@ def simulate(
         settings = RunSettings.of(options)
     elif options:
         raise TypeError(f"give settings or {', '.join(options)}, not both")
-    transforms = Transforms(compression)
+    transforms = Transforms(compression, privacy, robustness, adversary)
     simulation = Simulation(task, data, method, topology, training, settings, transforms)
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))

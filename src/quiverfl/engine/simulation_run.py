@@ -18,8 +18,9 @@ from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.methods.options import options_of
 from quiverfl.methods.state import Role, roles
-from quiverfl.results.summary import summarize
+from quiverfl.results.summary import summarize_attacked
 from quiverfl.task import Inputs, Point, given
+from quiverfl.transforms.adversary import attackers
 from quiverfl.trees import Tree, mapped
 
 if TYPE_CHECKING:
@@ -117,9 +118,16 @@ class Run(Shown):
         method = self._shard.method
         return {
             "method": {"name": method.name, **options_of(method)},
-            **summarize(self.history, self.rounds),
+            **summarize_attacked(self.history, self.rounds, self.attackers),
             "carried_out": self._shard.execution.record,
         }
+
+    @property
+    def attackers(self) -> list[int]:
+        """Clients that were made to attack: not among those whose means are reported."""
+        made = self.simulation
+        found = attackers(made.transforms.adversary, made.settings.seed, made.topology.clients)
+        return [int(client) for client in found]
 
     def personal(self, client: int, stage: Stage = "mixed") -> nn.Module:
         """The client's own model, ready to use: after the last communication, or before it.

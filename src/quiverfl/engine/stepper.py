@@ -14,17 +14,24 @@ from torch import Tensor
 from quiverfl.engine.lifting import lift, lift_point
 from quiverfl.engine.optimizer import Buffers, Descent, Rates
 from quiverfl.engine.picks import Picks, moved, padding
+from quiverfl.engine.private_gradients import private_gradient
 from quiverfl.engine.programs import Executor, Losses, Program, aligned
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State
 from quiverfl.seeds import Hashes
 from quiverfl.task import Point, Seen
 from quiverfl.training import Training
+from quiverfl.transforms.noise import Noise
+from quiverfl.transforms.privacy import DPSGD
 from quiverfl.trees import Tree
 
 Integers = npt.NDArray[np.int64]
 Feed = tuple[Picks, ...]
 """What one step is taken on: a batch, or its two halves."""
+
+
+MOST_REPEATS = 1 << 20
+"""Of a phase on a batch: phases that take turns on it are blurred by numbers of their own."""
 
 
 class Source(Protocol):
@@ -49,6 +56,8 @@ class Batch:
     among: Integers
     draws: Tensor | None = None
     """Of every client, for what its model draws."""
+    noise: Noise | None = None
+    """What private gradients are blurred with, if they are."""
 
     def halves(self) -> tuple[Batch, Batch]:
         """The first half of every client's samples, and the rest; a single sample is both."""
@@ -85,6 +94,8 @@ class Stepper:
         training: Training,
         kept: Buffers | None = None,
         loaded: bool = False,
+        private: DPSGD | None = None,
+        slot: int = 0,
     ) -> None:
         """`programs(i)` gives modules of this worker's own; several models want several.
 
@@ -100,6 +111,8 @@ class Stepper:
         )
         self._x: Tree = None
         self._draws: Tensor | None = None
+        self._private, self._slot = private, slot
+        self._noise: Noise | None = None
 
     @property
     def buffers(self) -> Buffers:
@@ -122,7 +135,7 @@ class Stepper:
     def _picked(self, rows: Integers, batch: Batch) -> Picks:
         picks = self._source.pick(rows[: len(batch.counts)], batch.samples, batch.keys)
         inside = padding(batch.counts, batch.among)
-        return replace(picks, inside=inside, draws=batch.draws)
+        return replace(picks, inside=inside, draws=batch.draws, noise=batch.noise)
 
     def step(self, feed: Feed) -> None:
         """As many steps on this batch as the phase repeats it."""
@@ -130,6 +143,8 @@ class Stepper:
         for repeat in range(self._phase.repeats):
             # Both gradients of a lookahead are of one function: the same numbers are drawn.
             self._draws = None if draws is None else draws + repeat
+            noise = feed[0].noise
+            self._noise = None if noise is None else noise.again(MOST_REPEATS * self._slot + repeat)
             self._descent.step(self._slope(len(feed[0].places), taken[0], taken[-1]))
 
     def _gathered(self, picks: Picks) -> tuple[Tree, Tree, Tensor | None]:
@@ -156,7 +171,13 @@ class Stepper:
 
     def _taken(self, k: int, x: Tree, y: Tree, weights: Tensor | None) -> Tensor:
         self._x = x
-        return self._gradient(k, x, y, weights, self._draws)
+        if self._private is None or self._noise is None:
+            return self._gradient(k, x, y, weights, self._draws)
+
+        def of(one_x: Tree, one_y: Tree) -> Tensor:
+            return self._gradient(k, one_x, one_y, None, None)
+
+        return private_gradient(self._private, of, x, y, weights, self._noise)
 
     def _here(self, k: int) -> Point:
         return Point(*(part[:k] for part in self.point))

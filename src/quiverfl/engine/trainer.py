@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.data.batches import Plan, batch_counts, plan, sample_keys
+from quiverfl.data.batches import ADAPT, Plan, batch_counts, plan, sample_keys
 from quiverfl.engine.context import Group, PhaseContext, Place
 from quiverfl.engine.features import HeadFeatures, head_is_last
 from quiverfl.engine.fit import phase_settings
@@ -26,6 +26,7 @@ from quiverfl.methods.contract import Interleaved, Once, Phase, Train, Trained
 from quiverfl.seeds import Hashes
 from quiverfl.task import Point
 from quiverfl.training import Training
+from quiverfl.transforms.noise import Noise
 
 Integers = npt.NDArray[np.int64]
 
@@ -107,6 +108,14 @@ class Trainer:
         batch_size = self.settings(phase).batch_size
         return batch_counts(epochs, company.train, batch_size, phase.steps)
 
+    def visits(self, phase: Train | Interleaved, group: Group, steps: Integers) -> Integers:
+        """How often a sample was looked at, at most, in so many steps of a phase."""
+        sizes, each = self.context.examples.sizes[group.rows], gradients_of(phase)
+        batch = self.settings(phase).batch_size
+        epoch = -(-sizes // (sizes if batch is None else np.minimum(batch, sizes)))
+        found: Integers = each * -(-(steps // each) // epoch)
+        return found
+
     def settings(self, phase: Train | Interleaved) -> Training:
         return phase_settings(phase, self.context.training)
 
@@ -153,7 +162,15 @@ class _Way:
         samples = _wide(self.batches.samples[some, step], width)
         keys = None if self._keys is None else _wide(self._keys[:k, step], width)
         draws = self.trainer.context.draw_keys(self.group.ids[some], self.place, step)
-        return Batch(samples, counts, keys, among, draws)
+        return Batch(samples, counts, keys, among, draws, self._noise(some, step))
+
+    def _noise(self, some: Integers, step: int) -> Noise | None:
+        """What is sent is private, not what a model is tuned by before it is evaluated."""
+        context, place = self.trainer.context, self.place
+        if context.private is None or place.number == ADAPT:
+            return None
+        purpose = f"dp_sgd {place.number} {step}"
+        return Noise(context.seed, purpose, place.round, self.group.ids[some])
 
     @cached_property
     def _keys(self) -> Hashes | None:
@@ -184,7 +201,16 @@ class _Way:
             programs, moving = (lambda _: head), Point(start.shared[:, :0], start.personal)
         rates = _rates(phase, state, start, training, self.place.round)
         stepper = Stepper(
-            phase, context.executor, programs, source, moving, state, rates, training, kept
+            phase,
+            context.executor,
+            programs,
+            source,
+            moving,
+            state,
+            rates,
+            training,
+            kept,
+            private=context.private,
         )
         for feed in stepper.feeds(self.rows, self.each_batch()):
             stop_if_halted()
@@ -229,6 +255,8 @@ class _Way:
             _rates(phase, state, start, training, self.place.round),
             training,
             loaded=True,
+            private=context.private,
+            slot=slot,
         )
 
     def _turn(self, stepper: Stepper, phase: Train, state: Any, feed: Feed) -> Any:

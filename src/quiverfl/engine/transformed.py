@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,20 +13,26 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.altered_exchange import AlteredExchange
 from quiverfl.engine.coded_exchange import CodedExchange, is_fixed
 from quiverfl.engine.exchange import Exchange, MatrixExchange
 from quiverfl.engine.footprint import first_state
+from quiverfl.engine.judged_exchange import JudgedExchange
 from quiverfl.engine.mixing import mix
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Method
+from quiverfl.extras import require
+from quiverfl.methods.contract import Interleaved, Message, Method, Once
 from quiverfl.methods.optional import Weighs
+from quiverfl.methods.state import replicated
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
-from quiverfl.transforms.chosen import Transforms
-from quiverfl.transforms.compression import Compression
+from quiverfl.transforms.adversary import ForgedMass, attackers
+from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.dither import BLOCK
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 
 Integers = npt.NDArray[np.int64]
 
@@ -34,34 +42,74 @@ def transformed_exchange(
     method: Method,
     topology: Topology,
     settings: RunSettings,
+    first: Callable[[], Message] = dict,
     product: Any = mix,
     rows: Integers | None = None,
 ) -> Exchange:
-    """Who mixes, as `MatrixExchange` says it, with what is done to messages before and after."""
-    compression = transforms.compression
-    if compression is None:
-        if rows is None:
-            return exchange_for(method, topology, settings)
-        return MatrixExchange(method.delay, product, rows)
-    inner = MatrixExchange(method.delay, partial(product, multiple=BLOCK), rows)
-    return CodedExchange(
-        inner,
-        compression,
-        settings.seed,
-        np.arange(topology.clients) if rows is None else rows,
-        method.mass,
-        keeps_replicas(compression, method, topology, settings.rounds),
-        fused=product is mix and method.delay == 0,
-    )
+    """Who mixes, as `MatrixExchange` says it, with what is done to messages before and after.
+
+    `first` gives what clients would send before they train. `rows` are the clients that are here,
+    if not all are, and `product` has the others' messages brought.
+    """
+    alone = rows is None
+    ids = np.arange(topology.clients) if rows is None else rows
+    if alone and transforms == PLAIN:
+        return exchange_for(method, topology, settings)
+    coded = transforms.compression is not None
+    chosen = partial(product, multiple=BLOCK) if coded else product
+    made: Exchange = MatrixExchange(method.delay, chosen, rows)
+    if transforms.compression is not None:
+        assert isinstance(made, MatrixExchange)
+        replica = keeps_replicas(transforms, method, topology, settings.rounds)
+        fused = alone and method.delay == 0
+        made = CodedExchange(
+            made, transforms.compression, settings.seed, ids, method.mass, replica, fused
+        )
+    if transforms.robustness is not None:
+        made = JudgedExchange(
+            made, transforms.robustness, settings.seed, settings.rounds, method.mass
+        )
+    blurred = transforms.privacy if isinstance(transforms.privacy, UpdatePrivacy) else None
+    if transforms.adversary is not None or blurred is not None:
+        who = attackers(transforms.adversary, settings.seed, topology.clients)
+        made = AlteredExchange(
+            made,
+            transforms.adversary,
+            blurred,
+            who,
+            settings.seed,
+            ids,
+            method.mass,
+            first(),
+        )
+    return made
 
 
-def keeps_replicas(
-    compression: Compression, method: Method, topology: Topology, rounds: int
-) -> bool:
+def trained_on(transforms: Transforms, data: FederatedData, seed: int) -> FederatedData:
+    """The data with the labels that attackers train on; honest clients and tests are as given."""
+    if transforms.adversary is None or not transforms.adversary.flips_labels:
+        return data
+    labels = data.train.y
+    if data.classes is None or not isinstance(labels, Tensor) or labels.ndim != 1:
+        raise QuiverError(
+            'adversary.name = "label_flip" needs data with one class label per sample; choose '
+            "another attack."
+        )
+    flipped = labels.clone()
+    for client in attackers(transforms.adversary, seed, data.clients):
+        rows = slice(int(data.train.offsets[client]), int(data.train.offsets[client + 1]))
+        flipped[rows] = data.classes - 1 - labels[rows]
+    return replace(data, train=replace(data.train, y=flipped))
+
+
+def keeps_replicas(transforms: Transforms, method: Method, topology: Topology, rounds: int) -> bool:
     """Whether differences to replicas are sent, or the numbers themselves."""
-    if compression.feedback == "auto":
-        return method.mass is None and is_fixed(topology, rounds)
-    return compression.feedback == "replica"
+    compression = transforms.compression
+    if compression is None or compression.feedback != "auto":
+        return compression is not None and compression.feedback == "replica"
+    # Judged links change from round to round.
+    still = transforms.robustness is None and is_fixed(topology, rounds)
+    return method.mass is None and still
 
 
 def check_transforms(
@@ -73,26 +121,48 @@ def check_transforms(
     settings: RunSettings,
 ) -> None:
     """Refuse what would not mean anything, before anything is computed or written."""
-    if transforms.record() and settings.arithmetic == "peers":
+    if transforms != PLAIN and settings.arithmetic == "peers":
         raise QuiverError(
             'run.arithmetic = "peers" computes what peers do, and peers send whole messages as '
             f"yet: leave it out, or the section [{next(iter(transforms.record()))}]."
         )
+    inside = {"privacy"} if isinstance(transforms.privacy, DPSGD) else set()
+    for section in transforms.record().keys() - inside:
+        _check_message(section, task, data, method, topology, settings)
     if transforms.compression is not None:
-        _check_compression(transforms.compression, task, data, method, topology, settings)
+        _check_compression(transforms, method, topology, settings)
+    if transforms.robustness is not None:
+        _check_robustness(transforms, method)
+    if transforms.privacy is not None:
+        require("privacy", "[privacy]")
+        if topology.looks is not None:
+            raise QuiverError(
+                f"[privacy] with {topology.name}: clients would tell each other of their loss or "
+                "model, which nobody accounts for. Use a topology that does not look, such as "
+                "random_push, or leave [privacy] out."
+            )
+    if isinstance(transforms.privacy, DPSGD):
+        _check_phases(task, method)
+    if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
+        raise QuiverError(
+            f'adversary.name = "forged_mass": {method.title} carries no push-sum mass to forge; '
+            "choose another attack, or a push-sum method (dfedpgp, osgp)."
+        )
+    trained_on(transforms, data, settings.seed)
 
 
-def _check_compression(
-    compression: Compression,
+def _check_message(
+    section: str,
     task: Task,
     data: FederatedData,
     method: Method,
     topology: Topology,
     settings: RunSettings,
 ) -> None:
-    out = "Leave [compression] out for this method."
+    """What every transform asks of a method: that it sends parameters, from client to client."""
+    out = f"Leave [{section}] out for this method."
     if method.topology == "isolated":
-        raise QuiverError(f"{method.title} sends nothing that could be compressed. {out}")
+        raise QuiverError(f"{method.title} sends nothing, so there is no message to change. {out}")
     if isinstance(method, Weighs):
         raise QuiverError(
             f"{method.title} codes its messages itself (it declares their payload): what was not "
@@ -100,20 +170,64 @@ def _check_compression(
         )
     if topology(0).hub:
         raise QuiverError(
-            "compression over a star: a server's average goes back whole, and a client that is "
-            "not sampled has no share with which the rest could stay. Name a topology without a "
-            "server, such as random_push or random_regular, or leave [compression] out."
+            f"{section} over a star: a server's average goes back whole, and a client that is "
+            "not sampled has no share with which a rest could stay. Name a topology without a "
+            f"server, such as random_push or random_regular, or leave [{section}] out."
         )
+    state = first_state(task, data, method, settings)
+    if replicated(type(state)):
+        raise QuiverError(
+            f"{method.title} keeps a server's state of which every client has the same copy; what "
+            f"one client leaves out or alters would make copies differ. {out}"
+        )
+    _check_leaves(section, task, method, method.message(state))
+
+
+def _check_phases(task: Task, method: Method) -> None:
+    """Every look at the data must be one that is clipped and blurred."""
+    for phase in method.phases(task):
+        for part in phase.phases if isinstance(phase, Interleaved) else (phase,):
+            looks = (
+                bool(part.gradient) or part.statistics is not None
+                if isinstance(part, Once)
+                else part.lookahead is not None
+                or (part.loss is not None and part.loss.teachers is not None)
+            )
+            if looks:
+                raise QuiverError(
+                    f'privacy.name = "dp_sgd": {method.title} looks at its data otherwise than by '
+                    "the gradient of one batch after another (a second gradient, statistics or "
+                    "teachers), which would not be private. Choose another method, or "
+                    'privacy.name = "update".'
+                )
+
+
+def _check_robustness(transforms: Transforms, method: Method) -> None:
+    if method.delay:
+        raise QuiverError(
+            f"robustness with method.delay = {method.delay}: a receiver would compare a late model "
+            "with what it has itself by then. Set delay to 0, or leave [robustness] out."
+        )
+    if isinstance(transforms.compression, TopK | RandomK):
+        raise QuiverError(
+            f"robustness with compression.name = {transforms.compression.name!r}: some of a "
+            "model's numbers cannot be compared with all of one's own. Quantize instead, or leave "
+            "one of the two out."
+        )
+
+
+def _check_compression(
+    transforms: Transforms, method: Method, topology: Topology, settings: RunSettings
+) -> None:
     if settings.dtype not in (torch.float32, torch.float64):
         raise QuiverError(
             f"dtype = {settings.dtype}: compression codes float32 and float64; use one of them."
         )
-    _check_leaves(task, method, method.message(first_state(task, data, method, settings)))
-    if keeps_replicas(compression, method, topology, settings.rounds):
+    if keeps_replicas(transforms, method, topology, settings.rounds):
         _check_replicas(method, topology, settings)
 
 
-def _check_leaves(task: Task, method: Method, message: dict[str, Tensor]) -> None:
+def _check_leaves(section: str, task: Task, method: Method, message: dict[str, Tensor]) -> None:
     """Sums of parameters can wait for their rest; ratios of sums cannot."""
     sizes = {(task.shared_layout.size,), (task.personal_layout.size,)}
     for name, leaf in message.items():
@@ -121,9 +235,9 @@ def _check_leaves(task: Task, method: Method, message: dict[str, Tensor]) -> Non
             raise QuiverError(
                 f"{method.title} sends {name!r} of shape {tuple(leaf.shape)} beside parameters or "
                 "in their place and divides by what arrives of it: what was not sent of a "
-                "numerator would be divided by a denominator that was. Compression is for methods "
+                f"numerator would be divided by a denominator that was. [{section}] is for methods "
                 "that send parameters alone, or with a push-sum mass (dfedpgp, osgp, dfedavgm). "
-                "Leave [compression] out for this method."
+                "Leave it out for this method."
             )
 
 

@@ -30,6 +30,7 @@ from quiverfl.peer.wire import (
     data_bytes,
     decode,
 )
+from quiverfl.transforms.robustness import within
 
 Answer = Callable[[Reply], Awaitable[None]]
 LARGEST = 1e18
@@ -268,7 +269,7 @@ class Receiver:
         if self._limits.outlier != "off":
             here = norm(own) / max(self._transactions.mass, 1e-12)
             there = norm(message) / (transfer.units / UNIT if transfer.units else 1.0)
-            if there > self._limits.outlier_factor * here:
+            if not within(there, here, self._limits.outlier_factor):
                 self._log.alarm("outlier", **_coordinates(transfer), norm=there, own=here)
                 self._metrics.add("alarms")
                 if self._limits.outlier == "refuse":

@@ -22,7 +22,13 @@ from quiverfl.errors import QuiverError
 from quiverfl.results.output_files import replace_file
 from quiverfl.results.palette import plain
 from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.summary import Evaluation, by_client, history_frame, rounds_frame
+from quiverfl.results.summary import (
+    Evaluation,
+    by_client,
+    history_frame,
+    honest,
+    rounds_frame,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,6 +85,8 @@ class RunResult:
     finished: bool
     diverged: tuple[int, int] | None
     """(round, client) at which training produced a number that is not finite."""
+    attackers: tuple[int, ...] = ()
+    """Clients that were made to attack: in the history, and in no table."""
     member: Mapping[str, Any] = field(default_factory=dict)
     """Of what one peer recorded: its name, its client's number, the run and its mode."""
 
@@ -127,7 +135,9 @@ class RunResult:
     def values(self, stage: str, metric: str) -> pd.DataFrame:
         """Evaluated rounds × clients (see `summary.by_client`)."""
         if (stage, metric) not in self._tables:
-            self._tables[stage, metric] = by_client(self.history, stage, metric)
+            self._tables[stage, metric] = by_client(
+                honest(self.history, self.attackers), stage, metric
+            )
         return self._tables[stage, metric]
 
     @cached_property
@@ -195,6 +205,7 @@ def read_run(folder: Path) -> RunResult:
         protocol=_protocol(summary.get("protocol")),
         finished=bool(summary.get("finished", False)),
         diverged=_place(summary.get("diverged")),
+        attackers=tuple(int(client) for client in written.get("attackers", ())),
         member=_mapping(written.get("member")),
     )
 

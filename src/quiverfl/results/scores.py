@@ -110,6 +110,7 @@ def _row(
                 row[f"{stage}_{name}_seed_std"] = _seed_std(numbers)
     for name in COSTS:
         row[name] = float(np.mean([costs(run.rounds)[name] for run in group.runs]))
+    row["epsilon"] = float(np.mean([costs(r.rounds).get("epsilon", np.nan) for r in group.runs]))
     return row
 
 

@@ -11,7 +11,7 @@ Three figures describe the clients at one moment, each over the clients that hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -47,10 +47,17 @@ def rounds_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
     latest = {int(record["round"]): record for record in records}
     rows = [
-        {name: sum(value) if isinstance(value, list) else value for name, value in record.items()}
+        {name: _over_clients(name, value) for name, value in record.items()}
         for _, record in sorted(latest.items())
     ]
     return pd.DataFrame(rows) if rows else pd.DataFrame({"round": []})
+
+
+def _over_clients(name: str, value: Any) -> Any:
+    """Lists are summed; of what clients have spent of their privacy the most is what counts."""
+    if not isinstance(value, list):
+        return value
+    return max(value, default=0.0) if name == "epsilon" else sum(value)
 
 
 def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
@@ -62,6 +69,22 @@ def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
         if len(values):
             stages[stage] = {report: _one(values, report, metric) for report in REPORTS}
     return {"metric": metric, "stages": stages, **costs(rounds)}
+
+
+def honest(history: pd.DataFrame, attackers: Sequence[int]) -> pd.DataFrame:
+    """Without the rows of clients that were made to attack."""
+    return history[~history["client"].isin(list(attackers))] if len(attackers) else history
+
+
+def summarize_attacked(
+    history: pd.DataFrame, rounds: pd.DataFrame, attackers: Sequence[int]
+) -> dict[str, Any]:
+    """The same over honest clients; the attackers' own figures stand apart."""
+    found = summarize(honest(history, attackers), rounds)
+    if not len(attackers):
+        return found
+    theirs = summarize(history[history["client"].isin(list(attackers))], rounds)["stages"]
+    return {**found, "attackers": {"clients": list(attackers), "stages": theirs}}
 
 
 def headline(history: pd.DataFrame) -> str:
@@ -152,6 +175,7 @@ def costs(rounds: pd.DataFrame) -> dict[str, Any]:
         "busiest_bytes": int(per_round(rounds, "busiest_bytes").max()) if len(rounds) else 0,
         "steps": int(per_round(rounds, "steps").sum()),
         "seconds": float(per_round(rounds, "seconds").sum()),
+        **({"epsilon": float(rounds["epsilon"].max())} if "epsilon" in rounds else {}),
     }
 
 

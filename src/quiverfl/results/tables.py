@@ -86,6 +86,8 @@ def comparison_caption(
         several = sum(plain(group.method) == "local" for group in groups) > 1
         closest = " with the closest settings" if several else ""
         parts.append(f"The gap is to the same client under Local{closest}, averaged over clients.")
+    if any(run.attackers for group in groups for run in group.runs):
+        parts.append("Clients that were made to attack are in no mean.")
     if len(groups) > 1:
         parts.append("Best means are bold.")
     return " ".join([*parts, *untested(groups), *unfinished(groups)])
@@ -247,7 +249,10 @@ def _stage_columns(
 
 
 def _cost_columns(frame: pd.DataFrame) -> list[tuple[str, list[Cell]]]:
+    spent = [numbers.NOTHING if math.isnan(value) else f"{value:.3g}" for value in frame["epsilon"]]
+    private = [("ε", [Cell(text) for text in spent])] if frame["epsilon"].notna().any() else []
     return [
+        *private,
         ("bytes", _plain_cells(frame["bytes"].map(numbers.size))),
         ("busiest, a round", _plain_cells(frame["busiest_bytes"].map(numbers.size))),
         ("local steps", _plain_cells(frame["steps"].map(numbers.whole))),

@@ -4,11 +4,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quiverfl.errors import QuiverError, nearest
+from quiverfl.transforms.adversary import (
+    AddNoise,
+    ForgedMass,
+    LabelFlip,
+    ScaledUpdate,
+    SignFlip,
+)
 from quiverfl.transforms.chosen import Transforms
 from quiverfl.transforms.compression import Quantize, RandomK, TopK
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
+from quiverfl.transforms.robustness import Balance, NormBound, SelfCenteredClip
 
 TRANSFORMS: dict[str, dict[str, Callable[..., Any]]] = {
     "compression": {"quantize": Quantize, "top_k": TopK, "random_k": RandomK},
+    "privacy": {"update": UpdatePrivacy, "dp_sgd": DPSGD},
+    "robustness": {"clip": SelfCenteredClip, "balance": Balance, "norm": NormBound},
+    "adversary": {
+        "sign_flip": SignFlip,
+        "noise": AddNoise,
+        "scaled_update": ScaledUpdate,
+        "label_flip": LabelFlip,
+        "forged_mass": ForgedMass,
+    },
 }
 
 

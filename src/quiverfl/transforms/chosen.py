@@ -6,7 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quiverfl.methods.options import options_of
+from quiverfl.transforms.adversary import Adversary
 from quiverfl.transforms.compression import Compression
+from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
+from quiverfl.transforms.robustness import Robustness
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,9 @@ class Transforms:
     """None for what is left as it is."""
 
     compression: Compression | None = None
+    privacy: UpdatePrivacy | DPSGD | None = None
+    robustness: Robustness | None = None
+    adversary: Adversary | None = None
 
     def record(self) -> dict[str, dict[str, Any]]:
         """By section, the name and options of each that is there."""

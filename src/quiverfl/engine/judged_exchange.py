@@ -1,0 +1,132 @@
+"""An exchange whose receivers judge what arrives: the round's graph with factors on its links."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quiverfl.engine.accounting import traffic
+from quiverfl.engine.exchange import Exchange
+from quiverfl.methods.contract import Message
+from quiverfl.seeds import hashed
+from quiverfl.topologies.graph import Floats, Graph
+from quiverfl.transforms.robustness import Robustness, Seen, across, judged
+
+Integers = npt.NDArray[np.int64]
+
+COLUMNS = 4096
+"""Of all links' differences that are in memory at a time."""
+
+
+class JudgedExchange:
+    """Wraps the exchange that moves what was taken. All clients are in one place.
+
+    With a sketch, random projections go ahead of the messages, and refused messages are not sent.
+    """
+
+    def __init__(
+        self, inner: Exchange, rule: Robustness, seed: int, rounds: int, mass: str | None
+    ) -> None:
+        self._inner, self._rule, self._seed = inner, rule, seed
+        self._rounds, self._mass = rounds, mass
+        self._carried: Graph | None = None
+
+    def senders(self, graph: Graph) -> None:
+        """Everybody's: each compares with its own."""
+
+    def weigh(self, outbox: Message, payload: Integers) -> Integers:
+        return self._inner.weigh(outbox, payload)
+
+    def push(self, round: int, graph: Graph, outbox: Message) -> None:
+        receivers, senders = across(graph)
+        models = self._models(outbox)
+        distances = np.sqrt(_squares(models, receivers, senders))
+        norms = np.sqrt(_squares(models))
+        seen = Seen(
+            receivers,
+            distances,
+            norms[receivers],
+            norms[senders],
+            round / max(1, self._rounds),
+        )
+        factors = np.where(np.isfinite(distances), self._rule.factors(seen), 0.0)
+        self._carried = judged(graph, factors)
+        self._inner.push(round, self._carried, _finite(outbox))
+
+    def _models(self, outbox: Message) -> list[Tensor]:
+        """Every client's model as others see it, whole or as a sketch."""
+        mass = None if self._mass is None else outbox[self._mass]
+        models = []
+        for name, leaf in outbox.items():
+            if name == self._mass:
+                continue
+            flat = leaf.reshape(len(leaf), -1)
+            z = flat if mass is None else flat / mass.to(flat.dtype).unsqueeze(1)
+            size = self._rule.sketch
+            models.append(z if size is None else sketched(z, size, self._seed, name))
+        return models
+
+    def collect(self, round: int) -> Message:
+        return self._inner.collect(round)
+
+    def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
+        """Models travel on all links, or with a sketch on those that take something."""
+        size = self._rule.sketch
+        if size is None or self._carried is None:
+            return self._inner.traffic(graph, payload)
+        parts = (
+            traffic(self._carried, payload),
+            traffic(graph, np.where(payload > 0, 4 * size, 0)),
+        )
+        return {name: _sum(parts[0][name], parts[1][name]) for name in parts[0]}
+
+    def in_flight(self) -> dict[str, Tensor]:
+        return self._inner.in_flight()
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self._inner.restore(tensors)
+
+
+def sketched(rows: Tensor, size: int, seed: int, name: str) -> Tensor:
+    """A count sketch, [clients, size]: every number with a random sign in a random place.
+
+    Distances of sketches are those of the rows on average; the same seed sketches alike.
+    """
+    bits = hashed(seed, f"sketch {name}", np.arange(rows.shape[1]))
+    places = torch.from_numpy((bits >> np.uint64(1)).astype(np.int64) % size)
+    signs = torch.from_numpy((bits & np.uint64(1)).astype(np.float64) * 2 - 1)
+    result = rows.new_zeros(len(rows), size)
+    return result.index_add_(1, places.to(rows.device), rows * signs.to(rows))
+
+
+def _squares(
+    models: list[Tensor], receivers: Integers | None = None, senders: Integers | None = None
+) -> Floats:
+    """Squared norms of the rows, or of the differences along links."""
+    first, second = (None if at is None else torch.from_numpy(at) for at in (receivers, senders))
+    total: Any = 0.0
+    for rows in models:
+        for chunk in torch.split(rows, COLUMNS, dim=1):
+            part = chunk if first is None else chunk[second] - chunk[first]
+            total = total + part.to(torch.float64).square().sum(dim=1).cpu().numpy()
+    return np.asarray(total)
+
+
+def _finite(outbox: Message) -> Message:
+    """What is not finite has been refused on every link; a weight of 0 would not make it 0."""
+    return {
+        name: torch.nan_to_num(leaf, nan=0.0, posinf=0.0, neginf=0.0)
+        if not bool(torch.isfinite(leaf).all())
+        else leaf
+        for name, leaf in outbox.items()
+    }
+
+
+def _sum(first: Any, second: Any) -> Any:
+    if isinstance(first, list):
+        return [a + b for a, b in zip(first, second, strict=True)]
+    return first + second
