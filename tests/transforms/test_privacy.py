@@ -154,7 +154,14 @@ CASES = list({method.name: (method, choices[0]) for method, choices in METHODS}.
 ALLOWED = {"osgp", "dfedpgp", "dfedpgpsam", "dfedavgm", "dfedavgmp", "dfedsam", "pushdiging"}
 
 
-@pytest.mark.parametrize(("method", "graphs"), CASES, ids=[f"{m}" for m, _ in CASES])
+@pytest.mark.parametrize(
+    ("method", "graphs"),
+    [
+        pytest.param(*case, marks=() if case[0].name in ALLOWED else pytest.mark.slow)
+        for case in CASES
+    ],
+    ids=[f"{m}" for m, _ in CASES],
+)
 def test_every_method_is_private_or_refused(method: Any, graphs: Any) -> None:
     if method.name in ALLOWED:
         run = simulate(method, graphs(CLIENTS), rounds=1, privacy=PRIVATE)

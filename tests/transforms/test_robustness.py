@@ -199,10 +199,16 @@ def test_the_mean_is_that_of_honest_clients_here_and_in_the_folder(tmp_path: Pat
 # What goes together.
 
 ALLOWED = {"osgp", "dfedpgp", "dfedpgpsam", "pushdiging", "dfedavgm", "dfedavgmp", "dfedsam"}
-CASES = list({method.name: (method, choices[0]) for method, choices in METHODS}.values())
+CASES = [
+    pytest.param(
+        method, graphs, id=str(method), marks=() if method.name in ALLOWED else pytest.mark.slow
+    )
+    for method, graphs in {m.name: (m, choices[0]) for m, choices in METHODS}.values()
+]
+"""Those that are refused for the reasons that compression has are in the slow tests."""
 
 
-@pytest.mark.parametrize(("method", "graphs"), CASES, ids=[f"{m}" for m, _ in CASES])
+@pytest.mark.parametrize(("method", "graphs"), CASES)
 def test_every_method_is_judged_or_refused(method: Any, graphs: Any) -> None:
     options = {"robustness": qv.Balance(), "adversary": qv.SignFlip(share=0.34)}
     if method.name in ALLOWED and not method.delay:
