@@ -14,6 +14,7 @@ from quiverfl.config import parse
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.coded_exchange import CodedExchange, code_columns
 from quiverfl.engine.exchange import MatrixExchange
+from quiverfl.engine.footprint import predict
 from quiverfl.engine.mixing import mix
 from quiverfl.engine.rounds import communicate
 from quiverfl.engine.settings import RunSettings
@@ -374,6 +375,15 @@ def test_bytes_that_travel_are_counted() -> None:
     assert four.summary["bytes"] == links * (18 + 2 + 8)
     top = simulate(qv.DFedPGP(), PUSH(CLIENTS), rounds=1, compression=qv.TopK(fraction=0.1))
     assert top.summary["bytes"] == links * (4 * (8 + 1) + 8)
+
+
+def test_memory_is_predicted_with_the_copies_that_coding_takes() -> None:
+    settings = RunSettings(rounds=1, dtype=torch.float64)
+    parts = (task(), tiny_data(), qv.DFedPGP(), TRAINING, settings)
+    plain = predict(*parts)
+    coded = predict(*parts, transforms=Transforms(qv.Quantize()))
+    message = 35 * 8 + 8
+    assert coded.states - plain.states == CLIENTS * 2 * message
 
 
 def test_eight_bits_are_a_quarter_of_the_bytes() -> None:

@@ -23,6 +23,7 @@ from quiverfl.engine.workers import MOST
 from quiverfl.methods.contract import Method, Start
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
+from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.trees import Tree, first_leaf, leaves, mapped
 
 CPU = torch.device("cpu")
@@ -70,6 +71,7 @@ def predict(
     training: Training,
     settings: RunSettings,
     clients: int | None = None,
+    transforms: Transforms = PLAIN,
 ) -> Footprint:
     """What a run of this needs on the device it computes on; for fewer `clients` if given."""
     count = data.clients if clients is None else clients
@@ -78,7 +80,7 @@ def predict(
     model = (task.shared_layout.size + task.personal_layout.size) * size
     per_client, widest = in_training(task, data, training, settings, int(data.train.sizes.max()))
     return Footprint(
-        states=count * _state_bytes(task, data, method, settings),
+        states=count * _state_bytes(task, data, method, settings, transforms.copies),
         kept=count * model if settings.keep_local else 0,
         data=int(share * (_bytes(data.train) + _bytes(data.test))),
         per_client=per_client,
@@ -160,12 +162,15 @@ def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tree:
     return mapped(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, x)
 
 
-def _state_bytes(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> int:
-    """Of one client, with its messages in flight."""
+def _state_bytes(
+    task: Task, data: FederatedData, method: Method, settings: RunSettings, copies: int
+) -> int:
+    """Of one client, with its messages in flight and further copies of its message."""
     state = first_state(task, data, method, settings)
     own = sum(leaf.nbytes for leaf in state)
-    message = sum(leaf.nbytes for leaf in method.message(state).values()) if method.delay else 0
-    return int(own + method.delay * message)
+    late = method.delay + copies
+    message = sum(leaf.nbytes for leaf in method.message(state).values()) if late else 0
+    return int(own + late * message)
 
 
 def first_state(task: Task, data: FederatedData, method: Method, settings: RunSettings) -> Any:

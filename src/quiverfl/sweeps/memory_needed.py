@@ -31,7 +31,14 @@ def _needed(cell: Cell, shelf: DataShelf) -> int | None:
     try:
         dataset = shelf.take(cell.config)
         one = Experiment.of(cell.config, dataset).simulation
-        footprint = predict(one.task, one.data, one.method, one.training, one.settings)
+        footprint = predict(
+            one.task,
+            one.data,
+            one.method,
+            one.training,
+            one.settings,
+            transforms=one.transforms,
+        )
     except Exception:  # data or code that is not here: the cell itself will say it
         return None
     mapped = cell.config.data.mapped

@@ -21,6 +21,13 @@ class Transforms:
     robustness: Robustness | None = None
     adversary: Adversary | None = None
 
+    @property
+    def copies(self) -> int:
+        """Of every client's message that are in memory beside the one that is mixed, at most."""
+        coded = 0 if self.compression is None else 2  # what is known of it, and its replica
+        altered = isinstance(self.privacy, UpdatePrivacy) or self.adversary is not None
+        return coded + (2 if altered else 0)  # what it was before, and the blur
+
     def record(self) -> dict[str, dict[str, Any]]:
         """By section, the name and options of each that is there."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
