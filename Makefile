@@ -4,13 +4,13 @@ BIN := .venv/bin
 # install page shows for the build you want (CPU-only, CUDA, ROCm).
 TORCH_INDEX ?=
 
-.PHONY: install demo test slow lint types bench bench-frameworks clean
+.PHONY: install demo test slow docs lint types bench bench-frameworks clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,peer,tensorboard,ray,datasets,privacy]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,peer,tensorboard,ray,datasets,privacy]'
 	touch $@
 
 demo: install
@@ -21,6 +21,10 @@ test: install lint types
 
 slow: install
 	$(BIN)/pytest -m slow
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html"
 
 lint: install
 	$(BIN)/ruff check .
@@ -36,4 +40,4 @@ bench-frameworks: install
 	$(BIN)/python -m benchmarks frameworks
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache site

@@ -77,7 +77,7 @@ def page(groups: Sequence[Group], stage: str = "local") -> str:
 
 def document(title: str, *body: str) -> str:
     """A page that looks like a report, whatever is in it."""
-    script = _resource("report.js")
+    script = f'"use strict";\n(() => {{\n{_resource("charts.js")}{_resource("report.js")}}})();\n'
     content = tag("body", *body, tag("script", Markup(script)))
     whole = tag("html", _head(title, script), content, lang="en")
     return f"<!doctype html>\n{whole}\n"
