@@ -18,6 +18,7 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, partition
 from quiverfl.data.sources import load_dataset
+from quiverfl.engine.fit import declared
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation
@@ -326,6 +327,7 @@ def make_task(config: Config, dataset: Dataset) -> Task:
 
 def topology_for(config: Config, method: Method, clients: int) -> Topology:
     """The configured topology, or the usual one of the method."""
+    declared(method)
     options = config.topology.options()
     name = config.topology.name
     if name == "auto":

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import quiverfl as qv
 from quiverfl.engine.features import head_is_last
 from quiverfl.engine.shard import Shard
+from quiverfl.errors import QuiverWarning
 from quiverfl.methods.parts import train_personal, train_whole
 from quiverfl.models import MODELS, make_model
 from small import CLIENTS, REGULAR, STAR, TRAINING, simulate, states, tiny_data, tiny_task
@@ -502,6 +504,8 @@ def test_server_state_is_the_same_everywhere_or_refused() -> None:
     counted = momentum_from(lambda start: start.common.shared * start.samples)
     with pytest.raises(qv.QuiverError, match="'x_u' is declared Replicated"):
         simulate(counted, STAR(CLIENTS))
+    with pytest.warns(QuiverWarning, match=r"merge makes it different.*topology = .star."):
+        simulate(common, REGULAR(CLIENTS))
 
 
 def test_a_lone_client_is_refused_server_state_of_its_own() -> None:
@@ -510,6 +514,48 @@ def test_a_lone_client_is_refused_server_state_of_its_own() -> None:
     settings = qv.RunSettings(rounds=1, dtype=torch.float64, common_init=False)
     with pytest.raises(qv.QuiverError, match="'x_u' is declared Replicated"):
         Shard(tiny_task(), tiny_data().only([3]), own, TRAINING, settings, clients=[3])
+
+
+@pytest.mark.parametrize("executor", ["vectorized", "sequential"])
+def test_a_loss_of_ones_own_needs_no_features(executor: str) -> None:
+    """The task's own loss, written by an author, trains to the same bits."""
+
+    def of(seen: qv.Seen, y: Tensor, state: Weights, taught: Any) -> Tensor:
+        return functional.cross_entropy(seen.outputs, y, reduction="none")
+
+    def mean(seen: qv.Seen, y: Tensor, state: Weights, taught: Any) -> Tensor:
+        return functional.cross_entropy(seen.outputs, y)
+
+    plain = simulate(with_phases(Alone().train(epochs=1)), REGULAR(CLIENTS), executor=executor)
+    own = with_phases(Alone().train(epochs=1, loss=qv.Loss(of)))
+    same = simulate(own, REGULAR(CLIENTS), executor=executor)
+    for one, other in zip(states(plain), states(same), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for features in (False, True):
+        scalar = with_phases(Alone().train(epochs=1, loss=qv.Loss(mean, features=features)))
+        with pytest.raises(
+            qv.QuiverError, match=r"gave \(\) for \d samples.*one number per sample"
+        ):
+            simulate(scalar, REGULAR(CLIENTS), executor=executor)
+
+
+def test_a_rate_of_ones_own_in_every_phase_is_refused() -> None:
+    fixed = Alone().train(epochs=1, settings=lambda t: replace(t, lr=0.05))
+    scaled = Alone().train(epochs=1, settings=lambda t: replace(t, lr=0.5 * t.lr))
+    with pytest.raises(qv.QuiverError, match=r"training.lr would change nothing.*unused"):
+        simulate(with_phases(fixed), REGULAR(CLIENTS))
+    simulate(with_phases(scaled), REGULAR(CLIENTS))
+    simulate(with_phases(fixed, scaled), REGULAR(CLIENTS))
+    declared = type("Declared", (type(with_phases(fixed)),), {"unused": ("lr",)})()
+    simulate(declared, REGULAR(CLIENTS))
+
+
+def test_a_method_without_one_of_its_functions_is_refused() -> None:
+    class Half(qv.Method[Weights]):
+        name, title, topology = "half", "Half", "random_regular"
+
+    with pytest.raises(qv.QuiverError, match="Half has no function 'init'"):
+        simulate(Half(), REGULAR(CLIENTS))
 
 
 class Answers(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from quiverfl.data.federated import FederatedData
@@ -62,6 +63,7 @@ def check_fit(
     check_phases(method, method.phases(task), epochs is not None)
     for phase in method.phases(task):
         phase_settings(phase, training)
+    _rate_is_read(method, method.phases(task), training)
     first = fitting(method, topology(0))
     if topology.looks is not None:
         _can_look(method, topology.name, first)
@@ -104,6 +106,12 @@ def declared(method: Any) -> None:
             raise QuiverError(
                 f"{type(method).__name__} {what} {name!r}: a method inherits quiverfl.Method, "
                 "which has the defaults, and defines the rest (docs/add-a-method.md)."
+            )
+    for name in FUNCTIONS:
+        if getattr(type(method), name, None) is getattr(Method, name):
+            raise QuiverError(
+                f"{type(method).__name__} has no function {name!r}: a method defines all of "
+                f"{', '.join(FUNCTIONS)} (docs/add-a-method.md)."
             )
     for known in METHODS.values():
         for what in ("name", "title"):
@@ -213,6 +221,24 @@ def phase_settings(phase: Phase, training: Training) -> Training:
         ) from error
 
 
+def _rate_is_read(method: Method, phases: Sequence[Phase], training: Training) -> None:
+    """Refuse settings of the method's own that put another rate in place of the run's."""
+    trains = [phase for phase in phases if isinstance(phase, Train)]
+    if "lr" in method.unused or not trains or len(trains) < len(phases):
+        return
+    other = replace(training, lr=training.lr * 2)
+    if all(
+        phase.settings is not None
+        and phase_settings(phase, other).lr == phase_settings(phase, training).lr
+        for phase in trains
+    ):
+        raise QuiverError(
+            f"{method.title} puts a rate of its own in place of training.lr in every phase, so "
+            "training.lr would change nothing: multiply it, replace(t, lr=0.5 * t.lr), or declare "
+            'unused = ("lr",).'
+        )
+
+
 def _kinds(method: Method, phase: Train | Once) -> None:
     """Parts of a Train phase that are of another kind than they should be."""
     if isinstance(phase, Once):
@@ -252,9 +278,14 @@ def _inside(method: Method, inner: Train | Once) -> None:
         }
     for name, given in wrong.items():
         if given:
+            remedy = {
+                "epochs": "give it to Interleaved itself",
+                "steps": "give it to Interleaved itself",
+                "gradient": "use a Train whose absorb takes what it needs from trained",
+            }.get(name, "put it before or after, as a phase of its own")
             raise QuiverError(
-                f"{method.title}: a {type(inner).__name__} inside Interleaved cannot have {name}; "
-                "epochs and steps are given to Interleaved itself."
+                f"{method.title}: a {type(inner).__name__} inside Interleaved cannot have {name}: "
+                f"{remedy}."
             )
 
 

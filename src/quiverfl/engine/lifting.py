@@ -100,7 +100,8 @@ def failed(function: Callable[..., Any], error: BaseException) -> QuiverError:
     """What went wrong, where in the author's file, and what a method's function may do."""
     first = str(error).splitlines()[0] if str(error) else ""
     return QuiverError(
-        f"{_name(function)} failed{_place(error)}: {type(error).__name__}: {first} {RULES}"
+        f"{_name(function)} failed{_place(error)}: {type(error).__name__}: {first.rstrip('.')}. "
+        f"{RULES}"
     )
 
 

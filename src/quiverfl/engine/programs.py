@@ -325,7 +325,7 @@ def stacked(
 
     with _unfused():
         found = torch.vmap(call, in_dims=(0, 0, None if keys is None else 0))(named, x, keys)
-    return found if features else Seen(found, first_leaf(found).new_empty(0))
+    return found if features else Seen(found, _no_features(found))
 
 
 def compiled() -> Stacked:
@@ -341,7 +341,7 @@ def compiled() -> Stacked:
             found[program] = torch.compile(torch.vmap(program.outputs))
         with _unfused():
             outputs = found[program](named, x)
-        return Seen(outputs, first_leaf(outputs).new_empty(0))
+        return Seen(outputs, _no_features(outputs))
 
     return call
 
@@ -358,6 +358,12 @@ def _unfused() -> Iterator[None]:
     finally:
         layers.set_fastpath_enabled(before[0])
         attention.enable_flash_sdp(before[1])
+
+
+def _no_features(outputs: Tree) -> Tensor:
+    """Nothing of each client, [k, 0]: a function that is lifted over clients is given it, too."""
+    first = first_leaf(outputs)
+    return first.new_empty((len(first), 0))
 
 
 def _one(seen: Seen) -> Seen:

@@ -26,7 +26,7 @@ from quiverfl.engine.once import OnceSteps
 from quiverfl.engine.optimizer import Buffers
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.sight import Sight
-from quiverfl.engine.start import initial_states
+from quiverfl.engine.start import initial_states, same_everywhere
 from quiverfl.engine.trainer import Trainer
 from quiverfl.engine.trials import Trial
 from quiverfl.engine.workers import side_by_side, worker_count
@@ -296,17 +296,19 @@ class Shard:
         """Merge what arrived, a few rows at a time so that no second copy of all states is made."""
         everyone = np.arange(len(self.ids))
         width = max(self._executor.chunk, 1)
-        if not self._merged:
+        first, self._merged = not self._merged, True
+        if first:
             self._check_given_away(mixed)
         for begin in range(0, len(everyone), width):
             rows = everyone[begin : begin + width]
             arrived = {name: leaf[_index(rows)] for name, leaf in mixed.items()}
             old, merge = self.rows(rows), self.method.merge
             self.write(rows, same_kind(merge, lift(merge)(old, arrived), old))
+        if first:
+            same_everywhere(self.method, self.state)
 
     def _check_given_away(self, mixed: Message) -> None:
         """Before the first merge, on one client: a field that was sent as it stands is not read."""
-        self._merged = True
         row = np.zeros(1, dtype=np.int64)
         sent = {leaf.data_ptr() for leaf in self.outbox(row).values()}
         old = self.rows(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from quiverfl.engine.context import PhaseContext
 from quiverfl.engine.settings import RunSettings
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.memory import in_large_pages
 from quiverfl.methods.contract import Method, Start
 from quiverfl.methods.state import replicated, roles
@@ -80,6 +81,21 @@ def _init(method: Method, task: Task, start: Start) -> Any:
             "clients start from too. Return new tensors: a + b in place of a.add_(b)."
         )
     return state
+
+
+def same_everywhere(method: Method, state: Any) -> None:
+    """Warn of server state whose copies a merge made different, by more than rounding."""
+    for name in replicated(type(state)):
+        copies = getattr(state, name)
+        if len(copies) and not torch.allclose(copies, copies[:1], rtol=1e-4, equal_nan=True):
+            warnings.warn(
+                f"{method.title}: the state's field {name!r} is declared Replicated, but merge "
+                "makes it different at different clients, as if each had a server of its own. "
+                "Compute it from Replicated fields and from what arrived, and use a graph where "
+                'all clients receive the same: topology = "star".',
+                QuiverWarning,
+                stacklevel=2,
+            )
 
 
 def _check_copies(method: Method, own: Any, from_common: Any) -> None:

@@ -16,6 +16,7 @@ from quiverfl.engine.optimizer import Buffers, Descent, Rates
 from quiverfl.engine.picks import Picks, moved, padding
 from quiverfl.engine.private_gradients import private_gradient
 from quiverfl.engine.programs import Executor, Losses, Program, aligned
+from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State
 from quiverfl.seeds import Hashes
@@ -23,7 +24,7 @@ from quiverfl.task import Point, Seen
 from quiverfl.training import Training
 from quiverfl.transforms.noise import Noise
 from quiverfl.transforms.privacy import DPSGD
-from quiverfl.trees import Tree
+from quiverfl.trees import Tree, first_leaf
 
 Integers = npt.NDArray[np.int64]
 Feed = tuple[Picks, ...]
@@ -210,8 +211,7 @@ class Stepper:
         def losses(seen: Seen, y: Tree, k: int) -> Tensor:
             state = self._first(k)
             taught = self._taught(loss, state)
-            found: Tensor = lift(loss.of)(seen, y, state, taught)
-            return found
+            return _per_sample(loss, lift(loss.of)(seen, y, state, taught), y)
 
         return losses
 
@@ -224,6 +224,19 @@ class Stepper:
             self._executor.see(self._programs(1 + place), point, self._x, loss.features)
             for place, point in enumerate(points)
         )
+
+
+def _per_sample(loss: Loss, found: object, y: Tree) -> Tensor:
+    """What a method's own loss returned, if it is one number for each sample."""
+    wanted = first_leaf(y).shape[:2]
+    if isinstance(found, Tensor) and found.shape == wanted:
+        return found
+    shape = tuple(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
+    name = getattr(loss.of, "__qualname__", "a loss")
+    raise QuiverError(
+        f"{name} gave {shape} for {wanted[1]} samples; a loss of a method's own returns one number "
+        'per sample, such as F.cross_entropy(…, reduction="none").'
+    )
 
 
 def workspace(start: Point, part: str, both: bool) -> tuple[Tensor, Point]:
