@@ -231,9 +231,12 @@ def test_one_personal_part_may_be_written_without_brackets() -> None:
 
 
 def test_what_is_known_is_said_in_the_same_words() -> None:
-    with pytest.raises(qv.QuiverError, match=r"unknown section \[xyz\]; known are data, method"):
+    with pytest.raises(
+        qv.QuiverError,
+        match=r"unknown section \[xyz\]; known are adversary, ",
+    ):
         parse({"xyz": {}})
-    with pytest.raises(qv.QuiverError, match=r"\[dat\]; did you mean 'data'\? Known are data, "):
+    with pytest.raises(qv.QuiverError, match=r"did you mean 'data'\? Known are adversary, "):
         parse({"dat": {}})
 
 

@@ -428,7 +428,7 @@ def _parts(config: Config) -> tuple[Partition, Topology, Method]:
     return experiment.partition, experiment.topology, experiment.method
 
 
-@pytest.mark.parametrize("method", ["dfedpgp", "fedavg"])
+@pytest.mark.parametrize("method", ["dfedpgp", pytest.param("fedavg", marks=pytest.mark.slow)])
 def test_a_killed_process_is_resumed_bit_for_bit(tmp_path: Path, method: str) -> None:
     text = f"""
 [data]

@@ -43,6 +43,7 @@ def test_the_laws_hold_on_a_pretended_device() -> None:
     assert {finding.measured for finding in found if "vectorized" in finding.what} == {"0.0e+00"}
 
 
+@pytest.mark.slow
 def test_another_number_and_a_failure_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true = doctor._final
 

@@ -150,7 +150,7 @@ def _last(folder: Path) -> bytes:
     return checkpoints(folder / "checkpoints")[-1].with_suffix(".safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("kilobytes", [28, 100])
+@pytest.mark.parametrize("kilobytes", [pytest.param(28, marks=pytest.mark.slow), 100])
 def test_a_disk_that_is_really_full(here: Path, kilobytes: int) -> None:
     disk = here / "disk"
     disk.mkdir()

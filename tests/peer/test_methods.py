@@ -10,18 +10,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.support.small import (
-    AWAY,
-    METHODS,
-    PULL,
-    PUSH,
-    REGULAR,
-    SIZES,
-    SOME,
-    TRAINING,
-    tiny_data,
-    tiny_task,
-)
 
 import quiverfl as qv
 from quiverfl.engine.settings import RunSettings
@@ -39,6 +27,18 @@ from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.store import NoStore, Store
 from quiverfl.topologies import Topology
+from small import (
+    AWAY,
+    METHODS,
+    PULL,
+    PUSH,
+    REGULAR,
+    SIZES,
+    SOME,
+    TRAINING,
+    tiny_data,
+    tiny_task,
+)
 
 from .swarm import make_folders
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from tests.support.small import TRAINING, tiny_data, tiny_task
 
 import quiverfl as qv
 from quiverfl.engine.settings import RunSettings
@@ -22,6 +21,7 @@ from quiverfl.peer.learner import ShardLearner
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.manifest import Manifest
 from quiverfl.peer.packing import EVEN, LIKE, OWN, WHOLE, packed, unpacked
+from small import TRAINING, tiny_data, tiny_task
 
 from .test_refusals import PAYLOAD, SIZE, Caller, address, folders, running
 

@@ -57,7 +57,20 @@ def commands(block: Block) -> list[tuple[list[str], list[str]]]:
             if found:
                 found[-1][1].append(line)
             continue
-        for part in line.removeprefix("$ ").partition(" #")[0].split(";"):
-            if part.split()[:1] == ["quiver"]:
-                found.append((shlex.split(part)[1:], []))
+        for words in _one_by_one(line.removeprefix("$ ").partition(" #")[0]):
+            if words[:1] == ["quiver"]:
+                found.append((words[1:], []))
+    return found
+
+
+def _one_by_one(line: str) -> list[list[str]]:
+    """The commands of a line, which semicolons part unless they are quoted."""
+    words = shlex.shlex(line, posix=True, punctuation_chars=";")
+    words.whitespace_split, words.commenters = True, ""
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word == ";":
+            found.append([])
+        else:
+            found[-1].append(word)
     return found

@@ -130,6 +130,7 @@ def test_two_cells_on_one_node_shared_and_brought_back(tmp_path: Path, one_node:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_a_cell_is_left_after_the_rounds_that_are_enough_for_now(
     tmp_path: Path, one_node: str
 ) -> None:

@@ -180,7 +180,7 @@ def test_the_command_says_what_is_missing_and_with_which_code(
     result = CliRunner().invoke(app, some)
     assert result.exit_code == 3, result.output
     assert "2 cells, 2 of them done before" in result.output
-    assert "not finished: DFedPGP, diverging, seed 0. round 0, client" in result.output
+    assert "not finished: DFedPGP, diverging, seed 0. round 1, client" in result.output
     assert (places.root / "plan" / "good.html").is_file()
 
 

@@ -87,6 +87,8 @@ class Needs:
 
     def ranks_for(self, available: int) -> int | None:
         """The fewest ranks that fit, each on a machine with so much memory; None: none do."""
+        if self.memory(self.clients) > available:  # a client on each: there is no less
+            return None
         fit = (n for n in range(1, self.clients + 1) if self.memory(n) <= available)
         return next(fit, None)
 
