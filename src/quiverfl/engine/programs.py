@@ -363,7 +363,8 @@ def _unfused() -> Iterator[None]:
 def _no_features(outputs: Tree) -> Tensor:
     """Nothing of each client, [k, 0]: a function that is lifted over clients is given it, too."""
     first = first_leaf(outputs)
-    return first.new_empty((len(first), 0))
+    nothing: Tensor = first.new_empty((len(first), 0))
+    return nothing
 
 
 def _one(seen: Seen) -> Seen:
