@@ -174,3 +174,14 @@ def test_ones_own_model_is_checked(own: str) -> None:
         make_model(f"{own}:make", (2,), 2, depth=1)
     with pytest.raises(QuiverError, match="returned a int"):
         make_model(f"{own}:not_a_model", (2,), 2)
+
+
+def test_a_file_of_the_same_name_in_another_folder_does_not_run_for_this_one(
+    own: str, tmp_path: Path
+) -> None:
+    load_callable(f"{own}:make")
+    elsewhere = tmp_path / "another_project"
+    elsewhere.mkdir()
+    (elsewhere / f"{own}.py").write_text("def make(): ...")
+    with pytest.raises(QuiverError, match=r"already imported .* start a new process"):
+        load_callable(f"{own}:make", elsewhere)

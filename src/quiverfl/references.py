@@ -34,7 +34,9 @@ def load_callable(reference: str, folder: Path | None = None) -> Callable[..., A
             f"{reference!r} does not name a function: write module:function, such as "
             "my_models:make_model for make_model in my_models.py."
         )
-    module = _import(reference, module_name, Path.cwd() if folder is None else folder)
+    place = Path.cwd() if folder is None else folder
+    module = _import(reference, module_name, place)
+    _refuse_a_namesake(reference, module, place)
     if not hasattr(module, function_name):
         functions = [n for n, value in vars(module).items() if n[0] != "_" and callable(value)]
         raise QuiverError(
@@ -125,6 +127,17 @@ def _import(reference: str, name: str, folder: Path) -> ModuleType:
         raise QuiverError(
             f"{reference!r}: importing {name} failed: {type(error).__name__}: {error}"
         ) from error
+
+
+def _refuse_a_namesake(reference: str, module: ModuleType, folder: Path) -> None:
+    """Python imports a name once per process: the file of another folder must not run for this."""
+    here = folder.joinpath(*module.__name__.split(".")).with_suffix(".py")
+    loaded = getattr(module, "__file__", None)
+    if loaded and here.is_file() and Path(loaded).resolve() != here.resolve():
+        raise QuiverError(
+            f"{reference!r}: this Python process has already imported {module.__name__!r} from "
+            f"{loaded}, not from {here}; rename one of the two files or start a new process."
+        )
 
 
 @contextmanager
