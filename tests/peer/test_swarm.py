@@ -15,6 +15,8 @@ import pytest
 
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.store import Store
+from quiverfl.transforms.coding import Coding
+from quiverfl.transforms.compression import TopK
 
 from .swarm import Options, Swarm
 
@@ -104,9 +106,9 @@ POINTS = [
 COMMIT = {f"{w} {k}": f"{w} {k} commit" for w in ("before", "after") for k in ("push", "absorb")}
 
 
-def _crash_and_compare(swarm, points: list[str]) -> None:
+def _crash_and_compare(swarm, points: list[str], coding: Coding | None = None) -> None:
     """Sync rounds are deterministic: with crashes the result is bitwise that without."""
-    options = Options(rounds=4, mode="sync", size=50, seconds=0.0, neighbours=1)
+    options = Options(rounds=4, mode="sync", size=50, seconds=0.0, neighbours=1, coding=coding)
     calm = swarm(2, options)
     calm.start_all()
     calm.join_all(40)
@@ -131,6 +133,19 @@ def _crash_and_compare(swarm, points: list[str]) -> None:
 
 def test_a_crash_around_commits_acks_and_sends_changes_nothing_at_all(swarm) -> None:
     _crash_and_compare(swarm, [COMMIT.get(point, point) for point in POINTS])
+
+
+CODED = Coding(TopK(fraction=0.1), seed=3)
+
+
+def test_a_crash_after_the_push_of_coded_shares_changes_nothing_at_all(swarm) -> None:
+    """What was not sent is in the same commit as what was; the same bytes go out again."""
+    _crash_and_compare(swarm, ["after push commit"], CODED)
+
+
+@pytest.mark.slow
+def test_a_crash_at_any_other_point_with_coded_shares_changes_nothing_at_all(swarm) -> None:
+    _crash_and_compare(swarm, [COMMIT.get(point, point) for point in POINTS], CODED)
 
 
 @pytest.mark.slow
