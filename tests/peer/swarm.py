@@ -23,7 +23,8 @@ import numpy as np
 from quiverfl.errors import QuiverError
 from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import identity
-from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.manifest import Leaves, Manifest
 from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.roster import ROSTER, Member, Roster

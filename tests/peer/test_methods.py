@@ -17,7 +17,8 @@ from quiverfl.engine.shard import Shard
 from quiverfl.engine.splitting import splitting
 from quiverfl.errors import QuiverError
 from quiverfl.peer.agreement import Agreement, Limits
-from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.joining import create_store
 from quiverfl.peer.learner import ShardLearner
 from quiverfl.peer.ledger import UNIT

@@ -16,11 +16,12 @@ import pytest
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
-from quiverfl.peer.audit import Entry, audit
+from quiverfl.peer.audit import audit
 from quiverfl.peer.files import StoreError
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
 from quiverfl.peer.manifest import Manifest, magnitude, scaled, total
 from quiverfl.peer.schema import read_statement
+from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.transactions import Transactions
 

@@ -73,7 +73,7 @@ class Node(Participant):
         if not members.member(self.agreement.name).dials_out:
             return []
         return [
-            Collector(sender, self.receiver, self.limits, self.metrics, self.log)
+            Collector(sender.contact, self.receiver, self.limits, self.metrics, self.log)
             for peer, sender in self.neighbours.senders.items()
             if not members.member(peer).dials_out
         ]

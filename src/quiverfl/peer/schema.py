@@ -13,10 +13,10 @@ from typing import Any
 import safetensors.numpy
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.audit import Entry, Received, Sent, Statement
 from quiverfl.peer.files import StoreError, read_checked
 from quiverfl.peer.ledger import Accounts, Link, Transfer
 from quiverfl.peer.manifest import total
+from quiverfl.peer.statement import Entry, Received, Sent, Statement
 
 FILE = "peer.sqlite"
 

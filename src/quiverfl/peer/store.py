@@ -22,7 +22,6 @@ from quiverfl.durable import remove_partial
 from quiverfl.errors import QuiverError
 from quiverfl.locks import Busy, Lock
 from quiverfl.peer import schema
-from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
     cannot_write,
     file_size,
@@ -32,6 +31,7 @@ from quiverfl.peer.files import (
 )
 from quiverfl.peer.ledger import PAST, Accounts, Transfer
 from quiverfl.peer.manifest import Leaves
+from quiverfl.peer.statement import Entry
 from quiverfl.peer.wire import Terms
 
 Trace = Callable[[str], None]

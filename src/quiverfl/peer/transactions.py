@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from quiverfl.engine.shares import added, averaged, kept, scaled, split_mass, unknown
 from quiverfl.peer import ledger
-from quiverfl.peer.audit import Entry
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
 from quiverfl.peer.manifest import Leaves, Manifest, as_coded, magnitude, total
+from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.wire import Clock
 from quiverfl.transforms.coding import Origin
