@@ -78,6 +78,33 @@ def test_an_acknowledged_share_is_forgotten(tmp_path: Path) -> None:
     assert len(list((tmp_path / "s").glob("state-*"))) == 1
 
 
+def work_of_a_commit(store: Store, past: int) -> int:
+    """Steps of the database's machine to commit a share, after so many that have arrived."""
+    shares = [("a", "c", seq, seq, 1, "d" * 64, 0.0, "p", "acknowledged") for seq in range(past)]
+    store._database.executemany("INSERT INTO sent VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", shares)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+
+    store._database.set_progress_handler(step, 1)
+    push(store)
+    store._database.set_progress_handler(None, 0)
+    return steps
+
+
+def test_a_commit_costs_the_same_after_a_long_past(tmp_path: Path) -> None:
+    fresh, old = create(tmp_path / "fresh"), create(tmp_path / "old")
+    old._database.execute("DROP INDEX waiting")  # as an older version has left it
+    old.close()
+    old = Store.open(tmp_path / "old")
+    few, many = work_of_a_commit(fresh, 10), work_of_a_commit(old, 2000)
+    assert many < 1.2 * few, (few, many)
+    fresh.close()
+    old.close()
+
+
 @pytest.mark.parametrize(
     ("point", "units"),
     [
