@@ -9,10 +9,8 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from quiverfl.peer.metrics import JsonLines, Log
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
 
-from .swarm import Options, Swarm, build, make_folders
+from .swarm import Options, Swarm, build, in_memory, make_folders
 
 FIXED, A_ROUND, A_SHARE = 12_000_000, 300, 600
 """docs/operations.md: bytes of the books in all, and for each round and each share."""
@@ -98,19 +96,12 @@ def test_the_books_keep_to_their_bound(tmp_path: Path) -> None:
     check_books(folders, 60)
 
 
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    """A folder that need not wait for a disk, where the system has one: no power cut is tested."""
-    shared = Path("/dev/shm")
-    with TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-        yield Path(folder)
-
-
 @pytest.mark.slow
-def test_the_books_keep_to_their_bound_over_ten_thousand_rounds(in_memory: Path) -> None:
-    folders = make_folders(in_memory, 3)
-    asyncio.run(play(folders, 10_000))
-    check_books(folders, 10_000)
+def test_the_books_keep_to_their_bound_over_ten_thousand_rounds() -> None:
+    with in_memory() as root:
+        folders = make_folders(root, 3)
+        asyncio.run(play(folders, 10_000))
+        check_books(folders, 10_000)
 
 
 def test_others_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

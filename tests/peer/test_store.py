@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from quiverfl.peer.schema import read_statement
 from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.transactions import Transactions
+from quiverfl.peer.wire import Clock
 
 U = {"u": np.arange(1, 9, dtype=np.float32)}
 V = {"v": np.full(3, 7.0, dtype=np.float32)}
@@ -262,3 +264,34 @@ def test_a_share_of_a_peer_evicted_meanwhile_is_not_merged(tmp_path: Path) -> No
     report = audit([read_statement(tmp_path / "s")])
     assert report.passed, report.problems
     assert report.units == UNIT
+
+
+def test_news_that_comes_in_the_middle_of_a_commit_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits run in a thread of their own; greetings with others' clocks come in meanwhile."""
+    store = create(tmp_path / "s")
+    transactions = Transactions(store, Manifest.of(U))
+    honest = ledger.witness
+
+    def hear(peer: str, pushes: int) -> None:
+        clock = Clock(peer=peer, store="5" * 16, pushes=pushes, proof=f"{'0' * 66} 0")
+        transactions.witness([clock], lambda _: True)
+
+    def interrupted(accounts: Accounts, known: Mapping[str, tuple[str, int, str]]) -> Accounts:
+        for peer in known:
+            if peer == "b":
+                hear("c", 3)
+        return honest(accounts, known)
+
+    async def scenario() -> None:
+        for peer in ("b", "c"):
+            await transactions.meet(peer, "5" * 16)
+        hear("b", 2)
+        monkeypatch.setattr(ledger, "witness", interrupted)
+        await transactions.push(0, U, V, {"b": 1}, 1)
+        await transactions.absorb([], [], finish=True)
+
+    asyncio.run(scenario())
+    assert [store.accounts().link(peer).pushes for peer in ("b", "c")] == [2, 3]
+    store.close()
