@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.everyone import HERE, Everyone
 from quiverfl.engine.exchange import Exchange
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
@@ -40,11 +41,12 @@ class AlteredExchange:
         ids: Integers,
         mass: str | None,
         first: Message,
+        everyone: Everyone = HERE,
     ) -> None:
         """`first` is what clients would have sent before they trained at all."""
         self._inner, self._seed = inner, seed
         self._adversary, self._privacy = adversary, privacy
-        self._ids, self._mass = ids, mass
+        self._ids, self._mass, self._everyone = ids, mass, everyone
         self._attack: npt.NDArray[np.bool_] = np.isin(ids, attackers)
         self._before = {n: x.clone() for n, x in first.items() if n != mass}
         self._there: npt.NDArray[np.bool_] = np.ones(len(ids), dtype=bool)
@@ -71,8 +73,13 @@ class AlteredExchange:
     def _spend(self, privacy: UpdatePrivacy, round: int, sends: Any) -> None:
         """Count this round's releases, unless one of them would cost more than the budget."""
         after = self._releases + sends
-        check_budget(after, privacy, round, self._ids)
+        every = self._everybodys(after)
+        check_budget(every, privacy, round, np.arange(len(every)))
         self._releases = after
+
+    def _everybodys(self, own: Integers) -> Integers:
+        found: Integers = self._everyone.rows(torch.from_numpy(own)).numpy()
+        return found
 
     def _alter(self, outbox: Message, chosen: Any, round: int, why: str, alter: Alter) -> None:
         rows = np.flatnonzero(chosen)
@@ -95,7 +102,7 @@ class AlteredExchange:
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         record = self._inner.traffic(graph, payload)
         if self._privacy is not None:
-            record["epsilon"] = spent(self._releases, self._privacy).tolist()
+            record["epsilon"] = spent(self._everybodys(self._releases), self._privacy).tolist()
         return record
 
     def in_flight(self) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +14,10 @@ from torch import Tensor
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.altered_exchange import AlteredExchange
 from quiverfl.engine.coded_exchange import CodedExchange, is_fixed
+from quiverfl.engine.everyone import HERE, Everyone
 from quiverfl.engine.exchange import Exchange, MatrixExchange
 from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
-from quiverfl.engine.mixing import mix
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import exchange_for
 from quiverfl.errors import QuiverError
@@ -43,20 +42,20 @@ def transformed_exchange(
     topology: Topology,
     settings: RunSettings,
     first: Callable[[], Message] = dict,
-    product: Any = mix,
+    everyone: Everyone = HERE,
     rows: Integers | None = None,
 ) -> Exchange:
     """Who mixes, as `MatrixExchange` says it, with what is done to messages before and after.
 
     `first` gives what clients would send before they train. `rows` are the clients that are here,
-    if not all are, and `product` has the others' messages brought.
+    if not all are, and `everyone` asks the others.
     """
     alone = rows is None
     ids = np.arange(topology.clients) if rows is None else rows
     if alone and transforms == PLAIN:
         return exchange_for(method, topology, settings)
     coded = transforms.compression is not None
-    chosen = partial(product, multiple=BLOCK) if coded else product
+    chosen = partial(everyone.mix, multiple=BLOCK) if coded else everyone.mix
     made: Exchange = MatrixExchange(method.delay, chosen, rows)
     if transforms.compression is not None:
         assert isinstance(made, MatrixExchange)
@@ -67,7 +66,7 @@ def transformed_exchange(
         )
     if transforms.robustness is not None:
         made = JudgedExchange(
-            made, transforms.robustness, settings.seed, settings.rounds, method.mass
+            made, transforms.robustness, settings.seed, settings.rounds, method.mass, everyone
         )
     blurred = transforms.privacy if isinstance(transforms.privacy, UpdatePrivacy) else None
     if transforms.adversary is not None or blurred is not None:
@@ -81,12 +80,22 @@ def transformed_exchange(
             ids,
             method.mass,
             first(),
+            everyone,
         )
     return made
 
 
-def trained_on(transforms: Transforms, data: FederatedData, seed: int) -> FederatedData:
-    """The data with the labels that attackers train on; honest clients and tests are as given."""
+def trained_on(
+    transforms: Transforms,
+    data: FederatedData,
+    seed: int,
+    ids: Integers | None = None,
+    clients: int | None = None,
+) -> FederatedData:
+    """The data with the labels that attackers train on; honest clients and tests are as given.
+
+    `ids` are the clients of the data, of so many `clients`, if these are not all of them.
+    """
     if transforms.adversary is None or not transforms.adversary.flips_labels:
         return data
     labels = data.train.y
@@ -96,8 +105,11 @@ def trained_on(transforms: Transforms, data: FederatedData, seed: int) -> Federa
             "another attack."
         )
     flipped = labels.clone()
-    for client in attackers(transforms.adversary, seed, data.clients):
-        rows = slice(int(data.train.offsets[client]), int(data.train.offsets[client + 1]))
+    own = np.arange(data.clients) if ids is None else ids
+    for row in np.flatnonzero(
+        np.isin(own, attackers(transforms.adversary, seed, clients or len(own)))
+    ):
+        rows = slice(int(data.train.offsets[row]), int(data.train.offsets[row + 1]))
         flipped[rows] = data.classes - 1 - labels[rows]
     return replace(data, train=replace(data.train, y=flipped))
 
