@@ -12,10 +12,12 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +25,8 @@ import numpy as np
 from quiverfl.errors import QuiverError
 from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import identity
-from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.manifest import Leaves, Manifest
 from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.roster import ROSTER, Member, Roster
@@ -193,6 +196,14 @@ def process_main(folder: Path, options: Options) -> None:
     asyncio.run(run())
 
 
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """A folder that need not wait for a disk, where the system has one: for all but power cuts."""
+    shared = Path("/dev/shm")
+    with TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
 class Swarm:
     """Processes of peers, started and killed by name."""
 
@@ -223,10 +234,18 @@ class Swarm:
         self.join_all(seconds)
 
     def join_all(self, seconds: float) -> None:
+        """Until all have ended; one that ended with a traceback is told at once."""
         end = time.monotonic() + seconds
-        for name, process in self.processes.items():
-            process.join(max(0.1, end - time.monotonic()))
-            assert process.exitcode is not None, f"{name} does not end; {self.log(name)[-2000:]}"
+        while True:
+            codes = {name: process.exitcode for name, process in self.processes.items()}
+            for name, code in codes.items():
+                assert code != 1, f"{name} failed; {self.log(name)[-2000:]}"
+            running = [name for name, code in codes.items() if code is None]
+            if not running:
+                return
+            late = f"{running} do not end; {running[0]}: {self.log(running[0])[-2000:]}"
+            assert time.monotonic() < end, late
+            self.processes[running[0]].join(0.5)
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -16,7 +16,7 @@ import pytest
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.store import Store
 
-from .swarm import Options, Swarm
+from .swarm import Options, Swarm, in_memory
 
 
 @pytest.fixture
@@ -172,8 +172,17 @@ def test_sigterm_finishes_the_transaction_and_a_restart_goes_on(swarm) -> None:
 
 
 @pytest.mark.slow
-def test_sixty_four_peers_for_fifty_rounds(swarm) -> None:
-    peers = swarm(64, Options(rounds=50, mode="sync", size=2000, neighbours=4, linger=60.0))
+def test_sixty_four_peers_for_fifty_rounds() -> None:
+    options = Options(rounds=50, mode="sync", size=2000, neighbours=4, linger=60.0)
+    with in_memory() as root:  # a kill loses nothing that was written, on whatever file system
+        peers = Swarm(root, 64, options)
+        try:
+            _sixty_four(peers)
+        finally:
+            peers.close()
+
+
+def _sixty_four(peers: Swarm) -> None:
     peers.start_all()
     chance = random.Random(0)
     kills = dict.fromkeys(peers.folders, 0)
@@ -185,6 +194,7 @@ def test_sixty_four_peers_for_fifty_rounds(swarm) -> None:
             peers.start(name)
             kills[name] += 1
     peers.join_all(500)
+    assert {process.exitcode for process in peers.processes.values()} == {0}
     report = peers.audit()
     assert report.passed, report.problems
     assert (report.units, report.in_flight) == (64 * UNIT, 0)

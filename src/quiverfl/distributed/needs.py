@@ -68,14 +68,11 @@ class Needs:
         """Of the rank that needs most."""
         placement = Placement.balanced(self.work, ranks)
         blocks = 0 if ranks == 1 else BLOCKS * BLOCK_BYTES
-
-        def of(rank: int) -> int:
-            count = placement.counts[rank]
-            states = count * (self.state + self.copies + self.kept)
-            training = min(count, self.chunk) * self.training
-            return int(self.examples[placement.on(rank)].sum()) + states + training
-
-        return PROCESS + self.view + blocks + max(of(rank) for rank in range(ranks))
+        counts = np.array(placement.counts)
+        examples = np.add.reduceat(self.examples, placement.cuts[:-1])
+        states = counts * (self.state + self.copies + self.kept)
+        training = np.minimum(counts, self.chunk) * self.training
+        return PROCESS + self.view + blocks + int((examples + states + training).max())
 
     def traffic(self, ranks: int) -> int:
         """Bytes that a rank sends in a round so that messages are mixed."""

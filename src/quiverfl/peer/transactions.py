@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from quiverfl.engine.shares import added, averaged, scaled, split_mass
 from quiverfl.peer import ledger
-from quiverfl.peer.audit import Entry
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
 from quiverfl.peer.manifest import Leaves, Manifest, magnitude, total
+from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.wire import Clock
 
@@ -47,7 +47,8 @@ class Transactions:
         self.memory: Memory = store.memory()
         self.commit_seconds = 0.0
         self._total = total(self.memory.message)
-        self._witnessed: dict[str, tuple[str, int, str]] = {}  # kept with the next commit
+        # Kept with the next commit, which reads it in another thread: replaced, never changed.
+        self._witnessed: Mapping[str, tuple[str, int, str]] = {}
 
     @property
     def mass(self) -> float:
@@ -60,7 +61,8 @@ class Transactions:
             news = clock.pushes > self.known_pushes(clock.peer)
             same_store = clock.store == self.accounts.link(clock.peer).incarnation
             if news and same_store and genuine(clock):
-                self._witnessed[clock.peer] = (clock.store, clock.pushes, clock.proof)
+                heard = (clock.store, clock.pushes, clock.proof)
+                self._witnessed = {**self._witnessed, clock.peer: heard}
 
     def clock(self, peer: str) -> Clock | None:
         """The latest this peer knows of another."""
