@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.everyone import HERE, Everyone
 from quiverfl.methods.contract import Message
 from quiverfl.transforms.adversary import Adversary, attackers
 from quiverfl.transforms.chosen import Transforms
@@ -37,6 +38,7 @@ class Alterations:
         clients: int,
         mass: str | None,
         first: Message,
+        everyone: Everyone = HERE,
         apart: bool = False,
     ) -> None:
         """`first` is what clients would have sent before they trained at all.
@@ -46,7 +48,8 @@ class Alterations:
         blurred = transforms.privacy
         self._adversary: Adversary | None = transforms.adversary
         self._privacy = blurred if isinstance(blurred, UpdatePrivacy) else None
-        self._seed, self._ids, self._mass, self._apart = seed, ids, mass, apart
+        self._seed, self._ids, self._mass = seed, ids, mass
+        self._everyone, self._apart = everyone, apart
         self._attack: Flags = np.isin(ids, attackers(self._adversary, seed, clients))
         self._before = {n: x.clone() for n, x in first.items() if n != mass}
         self._releases: Integers = np.zeros(len(ids), dtype=np.int64)
@@ -70,8 +73,12 @@ class Alterations:
     def _spend(self, privacy: UpdatePrivacy, round: int, sends: Flags) -> None:
         """Count this round's releases, unless one of them would cost more than the budget."""
         after = self._releases + sends
-        check_budget(after, privacy, round, self._ids)
+        check_budget(self._everybodys(after), privacy, round, self._everybodys(self._ids))
         self._releases = after
+
+    def _everybodys(self, own: Integers) -> Integers:
+        found: Integers = self._everyone.rows(torch.from_numpy(own)).numpy()
+        return found
 
     def _rows(self, outbox: Message, chosen: Flags, round: int, why: str, alter: Alter) -> None:
         rows = np.flatnonzero(chosen)
@@ -96,7 +103,7 @@ class Alterations:
         """ε of every client, if its messages are blurred."""
         if self._privacy is None:
             return {}
-        return {"epsilon": spent(self._releases, self._privacy).tolist()}
+        return {"epsilon": spent(self._everybodys(self._releases), self._privacy).tolist()}
 
     def tensors(self) -> dict[str, Tensor]:
         kept = {f"before/{name}": leaf for name, leaf in self._before.items()}

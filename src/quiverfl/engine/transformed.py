@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +15,10 @@ from quiverfl.data.federated import FederatedData
 from quiverfl.engine.alterations import Alterations
 from quiverfl.engine.altered_exchange import AlteredExchange
 from quiverfl.engine.coded_exchange import CodedExchange, is_fixed
+from quiverfl.engine.everyone import HERE, Everyone
 from quiverfl.engine.exchange import Exchange, MatrixExchange
 from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
-from quiverfl.engine.mixing import mix
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import ShareExchange
 from quiverfl.engine.splitting import splitting
@@ -47,23 +46,23 @@ def transformed_exchange(
     topology: Topology,
     settings: RunSettings,
     first: Callable[[], Message] = dict,
-    product: Any = mix,
+    everyone: Everyone = HERE,
     rows: Integers | None = None,
 ) -> Exchange:
     """Who mixes, as `MatrixExchange` says it, with what is done to messages before and after.
 
     `first` gives what clients would send before they train. `rows` are the clients that are here,
-    if not all are, and `product` has the others' messages brought.
+    if not all are, and `everyone` asks the others.
     """
     ids = np.arange(topology.clients) if rows is None else rows
     if settings.arithmetic == "peers":
         made = _as_peers_do(transforms, method, topology, settings)
     else:
-        made = _mixing(transforms, method, topology, settings, product, rows)
+        made = _mixing(transforms, method, topology, settings, everyone, rows)
     if Alterations.asked_for(transforms):
         apart = settings.arithmetic == "peers"
         altered = Alterations(
-            transforms, settings.seed, ids, topology.clients, method.mass, first(), apart
+            transforms, settings.seed, ids, topology.clients, method.mass, first(), everyone, apart
         )
         made = AlteredExchange(made, altered, ids)
     return made
@@ -87,7 +86,7 @@ def _mixing(
     method: Method,
     topology: Topology,
     settings: RunSettings,
-    product: Any,
+    everyone: Everyone,
     rows: Integers | None,
 ) -> Exchange:
     alone = rows is None
@@ -95,7 +94,7 @@ def _mixing(
         return MatrixExchange(method.delay)
     ids = np.arange(topology.clients) if rows is None else rows
     coded = transforms.compression is not None
-    chosen = partial(product, multiple=BLOCK) if coded else product
+    chosen = partial(everyone.mix, multiple=BLOCK) if coded else everyone.mix
     made: Exchange = MatrixExchange(method.delay, chosen, rows)
     if transforms.compression is not None:
         assert isinstance(made, MatrixExchange)
@@ -106,7 +105,7 @@ def _mixing(
         )
     if transforms.robustness is not None:
         made = JudgedExchange(
-            made, transforms.robustness, settings.seed, settings.rounds, method.mass
+            made, transforms.robustness, settings.seed, settings.rounds, method.mass, everyone
         )
     return made
 
@@ -131,10 +130,11 @@ def trained_on(
             "another attack."
         )
     flipped = labels.clone()
-    everyone = np.arange(data.clients) if ids is None else ids
-    who = attackers(transforms.adversary, seed, clients or data.clients)
-    for client in np.flatnonzero(np.isin(everyone, who)):
-        rows = slice(int(data.train.offsets[client]), int(data.train.offsets[client + 1]))
+    own = np.arange(data.clients) if ids is None else ids
+    for row in np.flatnonzero(
+        np.isin(own, attackers(transforms.adversary, seed, clients or len(own)))
+    ):
+        rows = slice(int(data.train.offsets[row]), int(data.train.offsets[row + 1]))
         flipped[rows] = data.classes - 1 - labels[rows]
     return replace(data, train=replace(data.train, y=flipped))
 

@@ -101,6 +101,10 @@ def build_learner(folder: PeerFolder) -> PeerParts:
         epochs_per_client=None if epochs is None else (epochs[number],),
     )
     transforms = config.transforms()
+    if transforms.robustness is not None:
+        raise QuiverError(
+            "[robustness] is for simulations: peers have peers.outlier. Leave it out of run.toml."
+        )
     as_peers = replace(settings, arithmetic="peers", epochs_per_client=mine.epochs_per_client)
     check_transforms(transforms, task, data, method, topology, as_peers)
     private = transforms.privacy
