@@ -106,7 +106,7 @@ def serve_metrics(
             for name, text in COUNTERS.items():
                 yield CounterMetricFamily(f"quiver_{name}", text, value=metrics.counts[name])
             refusals = CounterMetricFamily("quiver_refusals", "by reason", labels=["reason"])
-            for reason, count in sorted(metrics.refusals.items()):
+            for reason, count in sorted(metrics.refusals.copy().items()):
                 refusals.add_metric([reason], count)
             yield refusals
             found = list(samples())

@@ -55,7 +55,7 @@ class Participant:
         self._roster, self._identity = LiveRoster(keys / ROSTER), LiveIdentity(keys)
         self.names = self._roster.current.names
         self.number = self._roster.current.number(agreement.name)
-        self.transactions = Transactions(store, agreement.manifest)
+        self.transactions = Transactions(store, agreement.manifest, self.number)
         self.receiver = Receiver(
             self.transactions,
             agreement,

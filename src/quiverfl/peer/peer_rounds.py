@@ -61,7 +61,7 @@ async def _round(peer: Participant, t: int) -> None:
         keep = t + 1 < peer.settings.rounds and not peer.topology(t + 1).active[peer.number]
         await peer.off_loop(peer.learner.train, t, active, share, active and bool(keep))
         clock.lap("train_seconds")
-        line |= {"local": await _evaluated(peer, t, "local"), **peer.learner.record()}
+        line["local"] = await _evaluated(peer, t, "local")
         clock.lap("evaluate_seconds")
         peer.state = "pushing"
         if peer.stopping or not await _push(peer, t, receivers(graph, peer.names, peer.number)):
@@ -79,6 +79,7 @@ async def _round(peer: Participant, t: int) -> None:
     clock.lap("evaluate_seconds")
     peer.scores = line["mixed"] or peer.scores
     line |= {"mass": peer.transactions.mass, **peer.metrics.moved(), **clock.record()}
+    line |= peer.learner.record()
     peer.metrics.add("rounds")
     peer.record(line)
     peer.log("round", **line)
@@ -109,7 +110,7 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
         for p, w in weights.items()
         if p not in others or (may and neighbours.free(p) and p not in barred)
     }
-    message = await peer.off_loop(peer.learner.message)
+    message = await peer.off_loop(peer.learner.message, t)
     rest = await peer.off_loop(peer.learner.rest)
     if peer.settings.copies:
         to = set(chosen) & others

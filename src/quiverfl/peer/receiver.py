@@ -30,6 +30,7 @@ from quiverfl.peer.wire import (
     data_bytes,
     decode,
 )
+from quiverfl.transforms.coding import Origin
 from quiverfl.transforms.robustness import within
 
 Answer = Callable[[Reply], Awaitable[None]]
@@ -173,7 +174,7 @@ class Receiver:
             assembly = Assembly(nbytes, transfer.digest)
             await self._fill(assembly, nbytes, frames, left)
             try:
-                message = self._agreement.manifest.unpack(assembly.payload())
+                message = await asyncio.to_thread(self._unpacked, transfer, assembly)
             except WireError:
                 raise
             except QuiverError as problem:
@@ -190,6 +191,10 @@ class Receiver:
         self.staged[transfer.sender] = Staged(transfer, message)
         self.hear(transfer.sender, transfer.round)
         return Verdict.STAGED
+
+    def _unpacked(self, transfer: Transfer, assembly: Assembly) -> Leaves:
+        origin = Origin(self._roster.current.number(transfer.sender), transfer.round)
+        return self._agreement.manifest.unpack(assembly.payload(), origin)
 
     async def _refuse(self, transfer: Transfer, reason: str) -> Verdict:
         if self._judge(transfer) is Verdict.PROCEED:

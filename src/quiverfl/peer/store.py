@@ -96,7 +96,8 @@ class Store:
             raise cannot_write(folder, problem) from problem
         if schema.exists(store._database):
             raise QuiverError(f"{folder} already holds a peer's store; it is not overwritten.")
-        changes: list[schema.Change] = [(schema.CREATE, None), (schema.LATER, ())]
+        changes: list[schema.Change] = [(schema.CREATE, None)]
+        changes += [(statement, ()) for statement in schema.LATER]
         for key, value in {
             "incarnation": incarnation or secrets.token_hex(8),
             "agreement": agreement,
@@ -115,7 +116,8 @@ class Store:
             if not schema.exists(store._database):
                 store.close()
                 raise NoStore(f"{folder} was never finished: quiver peer run makes it again.")
-            store._database.execute(schema.LATER)
+            for statement in schema.LATER:
+                store._database.execute(statement)
             named = {name for name, _ in store._rows("SELECT name, digest FROM files")}
             remove_all_but(folder, named.__contains__)
         except (OSError, sqlite3.Error) as problem:
