@@ -12,18 +12,21 @@ import torch
 
 # Tests run side by side, and tiny tensors gain nothing from more.
 torch.set_num_threads(1)
+CLONE = Path(__file__).resolve().parents[1]
+TEMPORARY = Path(tempfile.gettempdir()).resolve()
 
 
 @pytest.fixture(autouse=True)
 def _own_modules_are_forgotten() -> Iterator[None]:
     """Two tests may write files of one name; in one process Python would import the first for both.
 
-    Everything imported from a temporary folder goes, as it would with the process.
+    Everything imported from a temporary folder goes, as it would with the process; Quiver itself
+    stays, wherever it was cloned to.
     """
     before = set(sys.modules)
     yield
-    temporary = Path(tempfile.gettempdir()).resolve()
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).resolve().is_relative_to(temporary):
+        place = Path(file).resolve() if file else CLONE
+        if place.is_relative_to(TEMPORARY) and not place.is_relative_to(CLONE):
             del sys.modules[name]

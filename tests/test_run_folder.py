@@ -33,6 +33,7 @@ from quiverfl.results.groups import group_runs
 from quiverfl.results.run_files import find_runs, read_run
 from quiverfl.run_folder import RunFolder
 from quiverfl.topologies.topology import Topology
+from shell import QUIVER, quiver
 
 CONFIG = {
     "data": {"name": "digits", "clients": 6, "samples_per_client": 20, "alpha": 0.3},
@@ -450,10 +451,9 @@ checkpoint_every = 3
 threads = 1
 """
     (tmp_path / "run.toml").write_text(text)
-    quiver = [sys.executable, "-m", "quiverfl.cli.main"]
-    run = [*quiver, "run", str(tmp_path / "run.toml"), "--quiet", "--out"]
-    subprocess.run([*run, str(tmp_path / "whole")], check=True)
-    process = subprocess.Popen([*run, str(tmp_path / "cut")])
+    run = ["run", "run.toml", "--quiet", "--out"]
+    assert quiver(*run, "whole", cwd=tmp_path).returncode == 0
+    process = subprocess.Popen([*QUIVER, *run, "cut"], cwd=tmp_path)
     lines = tmp_path / "cut" / "rounds.jsonl"
     deadline = time.monotonic() + 60
     while not (lines.exists() and lines.read_bytes().count(b"\n") >= 7):
@@ -462,10 +462,10 @@ threads = 1
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    again = subprocess.run([*run, str(tmp_path / "cut")], capture_output=True, text=True)
+    again = quiver(*run, "cut", cwd=tmp_path)
     assert again.returncode == 2
     assert "quiver resume" in again.stderr
-    subprocess.run([*quiver, "resume", str(tmp_path / "cut"), "--quiet"], check=True)
+    assert quiver("resume", "cut", "--quiet", cwd=tmp_path).returncode == 0
     assert numbers(tmp_path / "cut").equals(numbers(tmp_path / "whole"))
     newest = [checkpoints(tmp_path / name / "checkpoints")[-1] for name in ("cut", "whole")]
     first, second = (path.with_suffix(".safetensors").read_bytes() for path in newest)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import shell
 from quiverfl.cli.main import app
 from quiverfl.config import load_config
 from quiverfl.data.sources import load_dataset
@@ -34,10 +35,10 @@ def command(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProce
 
 
 def test_a_first_project_runs_and_is_not_overwritten(tmp_path: Path) -> None:
-    made = command("init", "first", cwd=tmp_path)
+    made = shell.quiver("init", "first", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert "quiver compare run.toml --methods local,dfedpgp,my_method:MyMethod" in made.stdout
-    done = command(
+    done = shell.quiver(
         "compare", "run.toml", "--methods", "local,dfedpgp,my_method:MyMethod",
         "--set", "run.rounds=8", "-q", cwd=tmp_path / "first",
     )  # fmt: skip
@@ -45,7 +46,7 @@ def test_a_first_project_runs_and_is_not_overwritten(tmp_path: Path) -> None:
     assert "My method" in done.stdout
     summary = json.loads((tmp_path / "first/runs/run-comparison/dfedpgp/summary.json").read_text())
     assert summary["stages"]["mixed"]["last"]["mean"] > 0.8  # there is something to learn
-    again = command("init", "first", cwd=tmp_path)
+    again = shell.quiver("init", "first", cwd=tmp_path)
     assert again.returncode == 2
     assert "run.toml is there already" in again.stderr
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import subprocess
-import sys
-import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 import quiverfl as qv
-from quiverfl.cli.main import app, main
+from quiverfl.cli.main import app
 from quiverfl.config import Config, load_config
 from quiverfl.methods import METHODS
+from shell import quiver, started
 
 CONFIG = """
 [data]
@@ -36,31 +30,6 @@ batch_size = 8
 rounds = 2
 threads = 1
 """
-
-
-def started(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A process of its own, as a shell starts it."""
-    command = [sys.executable, "-m", "quiverfl.cli.main", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-def quiver(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The same command in this process, which has torch already."""
-    before, out, err, code = Path.cwd(), io.StringIO(), io.StringIO(), 0
-    os.chdir(cwd)
-    try:
-        with (
-            mock.patch.object(sys, "argv", ["quiver", *arguments]),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-            warnings.catch_warnings(),
-        ):
-            main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    finally:
-        os.chdir(before)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -127,7 +96,7 @@ def test_compare_over_all_methods(here: Path) -> None:
         (["run", "small.toml", "--set", "training.lrr=1"], "unknown key training.lrr"),
         (["run", "small.toml", "--set", "topology.neighbors=9"], "neighbors"),
         (["run", "small.toml", "--set", "model.hiden=[3]"], "hiden"),
-        (["run", "small.toml", "--set", "topology.name=ring"], "'ring' has no option 'neighbors'"),
+        (["run", "small.toml", "--set", "topology.name=ring"], "(`--set topology.neighbors=`"),
         (["run", "small.toml", "--set", "data.clients=5000"], "data.clients"),
         (["run", "small.toml", "--set", "data.name=digit"], "did you mean 'digits'"),
         (["run", "small.toml", "--set", "data.partition=dirichle"], "did you mean 'dirichlet'"),

@@ -16,9 +16,9 @@ from typer.main import get_command
 import quiverfl
 from quiverfl.cli.main import COMMANDS, Late, app
 from run_folders import write_comparison
+from shell import QUIVER, quiver
 
 HEAVY = {"torch", "scipy", "pandas", "numpy", "pyarrow", "matplotlib", "networkx"}
-MAIN = [sys.executable, "-m", "quiverfl.cli.main"]
 
 
 def loaded_by(code: str) -> set[str]:
@@ -82,7 +82,7 @@ def test_ctrl_c_while_modules_are_loaded(tmp_path: Path, module: str) -> None:
     environment = with_modules_of(tmp_path)
     command = ["report", str(tmp_path)] if module == "pandas" else ["methods"]
     with subprocess.Popen(
-        [*MAIN, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*QUIVER, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"loading\n"
@@ -143,7 +143,7 @@ def test_every_peer_command_names_the_extra_that_is_missing(tmp_path: Path) -> N
 
 def test_tensorboard_is_missed_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[run]\nrounds = 1\n")
-    command = [*MAIN, "run", "run.toml", "--tensorboard", "--out", "out"]
+    command = [*QUIVER, "run", "run.toml", "--tensorboard", "--out", "out"]
     environment = without(["tensorboard"], tmp_path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
@@ -153,18 +153,14 @@ def test_tensorboard_is_missed_before_anything_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
-def test_a_terminal_that_lacks_letters_gets_plain_ones(tmp_path: Path, encoding: str) -> None:
+def test_a_terminal_that_lacks_letters_gets_plain_ones(
+    tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     write_comparison(tmp_path / "runs", seeds=(0, 1))
     (tmp_path / "small.toml").write_text(
         "[data]\nclients = 4\nsamples_per_client = 12\n[model]\nhidden = [4]\n"
-        "[topology]\nneighbors = 2\n[run]\nrounds = 1\n"
-    )
-    code = (
-        "import sys\nfrom quiverfl.cli.main import main\n"
-        "for line in sys.argv[1:]:\n"
-        "    sys.argv = ['quiver', *line.split()]\n"
-        "    try: main()\n"
-        "    except SystemExit as end: assert not end.code, (line, end.code)\n"
+        "[topology]\nneighbors = 2\n[run]\nrounds = 1\nthreads = 1\n"
     )
     commands = [
         "run small.toml --out run",
@@ -174,14 +170,24 @@ def test_a_terminal_that_lacks_letters_gets_plain_ones(tmp_path: Path, encoding:
         "topology show random_push --clients 8 --neighbors 2 --rounds 5",
         "--help",
     ]
+    said = ""
+    for command in commands:
+        done = quiver(*command.split(), cwd=tmp_path, encoding=encoding)
+        assert done.returncode == 0, done.stderr
+        said += done.stdout + done.stderr
+    assert "\\u" not in said
+    assert ("+-" if encoding == "ascii" else "±") in said
+    assert ("μ" if encoding == "utf-8" else "mu") in said
+
+
+def test_a_process_on_such_a_terminal(tmp_path: Path) -> None:
+    """The stream that Python opens itself."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *commands],
-        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "100"},
+        [*QUIVER, "topologies"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         cwd=tmp_path,
     )
-    said, errors = done.stdout.decode(encoding), done.stderr.decode(encoding)
-    assert done.returncode == 0, errors
-    assert "\\u" not in said + errors
-    assert ("+-" if encoding == "ascii" else "±") in said
-    assert ("μ" if encoding == "utf-8" else "mu") in said
+    assert done.returncode == 0, done.stderr
+    assert b"\\u" not in done.stdout
+    assert b"i + 2, i + 4, ... in every round" in done.stdout

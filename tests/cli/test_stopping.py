@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import pandas as pd
 import pytest
 
 from quiverfl.engine.checkpoint import checkpoints
+from shell import QUIVER, quiver
 
 CONFIG = """
 [data]
@@ -35,8 +35,7 @@ rounds = {rounds}
 checkpoint_every = 1000
 threads = 1
 """
-MAIN = [sys.executable, "-m", "quiverfl.cli.main"]
-LONG, SHORT = 100_000, 200
+LONG, SHORT = 100_000, 100
 
 
 @pytest.fixture
@@ -46,14 +45,10 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def quiver(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*MAIN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
 @contextmanager
 def running(*arguments: str, cwd: Path, folder: str) -> Iterator[subprocess.Popen[str]]:
     """A process that has recorded some rounds in its folder."""
-    with subprocess.Popen([*MAIN, *arguments], cwd=cwd, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen([*QUIVER, *arguments], cwd=cwd, stderr=subprocess.PIPE, text=True) as run:
         try:
             lines = cwd / folder / "rounds.jsonl"
             _wait_for(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 3, run)

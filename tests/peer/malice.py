@@ -20,11 +20,11 @@ import grpc.aio
 import numpy as np
 
 from quiverfl.peer import identity, signing, wire
+from quiverfl.peer.connection import open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import UNIT, Transfer
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Member, Roster
-from quiverfl.peer.sender import open_channel
 from quiverfl.peer.wire import SERVICE, Announcement, Notice
 
 from .swarm import Options, build, free_ports
@@ -197,7 +197,7 @@ def _replaying(node: Node) -> None:
     async def repeat(frames: list[bytes]) -> None:
         for sender in node.neighbours.senders.values():
             with contextlib.suppress(Exception):
-                call = sender._connected().stream_stream(f"/{SERVICE}/Push")()
+                call = sender.contact.connected().stream_stream(f"/{SERVICE}/Push")()
                 for frame in list(frames):
                     await call.write(frame)
                 async with asyncio.timeout(2):

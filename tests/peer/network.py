@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from quiverfl.peer import ledger
-from quiverfl.peer.audit import Entry, Received, Sent, Statement
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer, Verdict
 from quiverfl.peer.manifest import added, magnitude, scaled, total
+from quiverfl.peer.statement import Entry, Received, Sent, Statement
 
 Message = dict[str, np.ndarray]
 

@@ -12,10 +12,12 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -23,12 +25,14 @@ import numpy as np
 from quiverfl.errors import QuiverError
 from quiverfl.memory import keep_freed_memory
 from quiverfl.peer import identity
-from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.manifest import Leaves, Manifest
 from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.wire import PROTOCOL
+from quiverfl.transforms.coding import Coding
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["quiverfl.peer.setup", "sklearn.datasets"])
@@ -37,14 +41,21 @@ CONTEXT.set_forkserver_preload(["quiverfl.peer.setup", "sklearn.datasets"])
 class Quadratic:
     """A client that pulls z towards its own target; the personal part is a counter."""
 
-    def __init__(self, number: int, size: int, seconds: float = 0.0, rate: float = 0.3) -> None:
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        seconds: float = 0.0,
+        rate: float = 0.3,
+        coding: Coding | None = None,
+    ) -> None:
         chance = np.random.default_rng(number)
         self._target = chance.normal(size=size).astype(np.float32)
         self._seconds, self._rate = seconds, np.float32(rate)
         self._u = np.zeros(size, dtype=np.float32)
         self._v = np.full(4, 1234.5 + number, dtype=np.float32)
         self._mass = np.float32(1.0)
-        self.manifest = Manifest.of({"u": self._u})
+        self.manifest = Manifest.of({"u": self._u}, coding=coding)
 
     def train(self, round: int, active: bool, share: float = 1.0, keep: bool = False) -> None:
         time.sleep(self._seconds)
@@ -52,7 +63,7 @@ class Quadratic:
         self._u = self._u - self._rate * self._mass * (z - self._target)
         self._v = self._v + np.float32(1.0)
 
-    def message(self) -> Leaves:
+    def message(self, round: int | None = None) -> Leaves:
         return {"u": self._u.copy()}
 
     def rest(self) -> Leaves:
@@ -95,6 +106,7 @@ class Options:
     crash_at: str = ""  # a point of the runtime's trace
     crash_after: int = 0  # the how-many-th passage
     newest: int = PROTOCOL  # version of the protocol that it speaks
+    coding: Coding | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
@@ -135,7 +147,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     name = folder.name
     roster = Roster.read(folder / ROSTER)
     number = roster.number(name)
-    learner = Quadratic(number, options.size, options.seconds, options.rate)
+    learner = Quadratic(number, options.size, options.seconds, options.rate, options.coding)
     agreement = Agreement(roster.run, name, "c" * 64, learner.manifest, options.newest)
     member = roster.member(name)
     try:
@@ -193,6 +205,14 @@ def process_main(folder: Path, options: Options) -> None:
     asyncio.run(run())
 
 
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """A folder that need not wait for a disk, where the system has one: for all but power cuts."""
+    shared = Path("/dev/shm")
+    with TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
 class Swarm:
     """Processes of peers, started and killed by name."""
 
@@ -223,10 +243,18 @@ class Swarm:
         self.join_all(seconds)
 
     def join_all(self, seconds: float) -> None:
+        """Until all have ended; one that ended with a traceback is told at once."""
         end = time.monotonic() + seconds
-        for name, process in self.processes.items():
-            process.join(max(0.1, end - time.monotonic()))
-            assert process.exitcode is not None, f"{name} does not end; {self.log(name)[-2000:]}"
+        while True:
+            codes = {name: process.exitcode for name, process in self.processes.items()}
+            for name, code in codes.items():
+                assert code != 1, f"{name} failed; {self.log(name)[-2000:]}"
+            running = [name for name, code in codes.items() if code is None]
+            if not running:
+                return
+            late = f"{running} do not end; {running[0]}: {self.log(running[0])[-2000:]}"
+            assert time.monotonic() < end, late
+            self.processes[running[0]].join(0.5)
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -56,6 +56,17 @@ def test_every_metric_that_is_named_is_exported(file: Path, exported: str) -> No
     assert wanted <= there, wanted - there
 
 
+@pytest.mark.parametrize("file", [ALERTS, DASHBOARD], ids=lambda path: path.name)
+def test_every_label_that_is_named_is_exported(file: Path, exported: str) -> None:
+    text = file.read_text()
+    wanted = set(re.findall(r"\$labels\.(\w+)", text) + re.findall(r"\{\{(\w+)\}\}", text))
+    for labels in re.findall(r"\b(?:by|on) ?\(([\w, ]+)\)", text):
+        wanted |= set(re.findall(r"\w+", labels))
+    by_prometheus = {"instance", "job"}
+    assert {"instance", "neighbour", "reason"} <= wanted
+    assert wanted - by_prometheus <= set(re.findall(r'[{,](\w+)="', exported))
+
+
 def test_the_values_are_the_peers_own(exported: str) -> None:
     assert 'quiver_peer_info{name="peer-0",run="test"} 1.0' in exported
     assert "quiver_round 2.0" in exported

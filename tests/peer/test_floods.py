@@ -98,7 +98,7 @@ def test_a_roster_and_a_key_that_cannot_be_read_for_a_moment(tmp_path: Path) -> 
             shutil.move(folders[0] / name, folders[0] / f"{name}.away")
         for node in nodes:
             for sender in node.neighbours.senders.values():
-                await sender.reconnect()
+                await sender.contact.disconnect()
         counts = [node.metrics.counts["transfers"] for node in nodes]
         await until(
             lambda: all(

@@ -16,12 +16,12 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.peer import wire
 from quiverfl.peer.agreement import Agreement
+from quiverfl.peer.connection import open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.joining import join_store
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.manifest import Manifest
 from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.sender import open_channel
 from quiverfl.peer.wire import SERVICE, Join, Model, Order
 
 from .swarm import Options, Quadratic, Swarm, make_folders

@@ -20,13 +20,13 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
+from quiverfl.peer.connection import RestoredBackup, open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.joining import join_store
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.sender import RestoredBackup, open_channel
 from quiverfl.peer.setup import assemble
 from quiverfl.peer.wire import Order
 
@@ -176,7 +176,7 @@ def test_a_key_is_rotated_in_mid_run(tmp_path: Path) -> None:
             shutil.copy(tmp_path / "fresh" / name, folders[1] / name)
         for node in nodes:  # as if the network had hiccuped: everybody connects anew
             for sender in node.neighbours.senders.values():
-                await sender.reconnect()
+                await sender.contact.disconnect()
         counts = [node.metrics.counts["transfers"] for node in nodes]
         await until(
             lambda: all(

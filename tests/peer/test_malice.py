@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from quiverfl.peer import signing
-from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.manifest import finite
 from quiverfl.peer.node import Node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import quiverfl as qv
 from quiverfl.engine.settings import RunSettings
@@ -17,7 +19,8 @@ from quiverfl.engine.shard import Shard
 from quiverfl.engine.splitting import splitting
 from quiverfl.errors import QuiverError
 from quiverfl.peer.agreement import Agreement, Limits
-from quiverfl.peer.audit import Report, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.joining import create_store
 from quiverfl.peer.learner import ShardLearner
 from quiverfl.peer.ledger import UNIT
@@ -25,8 +28,9 @@ from quiverfl.peer.node import Node
 from quiverfl.peer.peer_settings import Settings
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.store import NoStore, Store
+from quiverfl.peer.store import NoStore, Store, Trace
 from quiverfl.topologies import Topology
+from quiverfl.transforms.chosen import PLAIN, Transforms
 from small import (
     AWAY,
     METHODS,
@@ -36,6 +40,7 @@ from small import (
     SIZES,
     SOME,
     TRAINING,
+    TinyModel,
     tiny_data,
     tiny_task,
 )
@@ -50,30 +55,46 @@ ONE_PULL = lambda m: qv.random_pull(clients=m, neighbors=1, seed=0)  # noqa: E73
 
 
 def node_on(
-    folder: Path, method: Any, topology: Topology, dtype: torch.dtype, mode: Mode = "sync"
+    folder: Path,
+    method: Any,
+    topology: Topology,
+    dtype: torch.dtype,
+    mode: Mode = "sync",
+    transforms: Transforms = PLAIN,
+    trace: Trace = lambda point: None,
 ) -> Node:
     """A peer with the small federation's client of its number."""
     roster = Roster.read(folder / ROSTER)
     number, task = roster.number(folder.name), tiny_task()
     settings = RunSettings(rounds=ROUNDS, dtype=dtype, executor="sequential", threads=1)
     data = tiny_data(SIZES[: topology.clients]).only([number])
-    shard = Shard(task, data, method, TRAINING, settings, clients=[number])
-    learner = ShardLearner(shard, task, method)
+    private = transforms.privacy if isinstance(transforms.privacy, qv.DPSGD) else None
+    shard = Shard(task, data, method, TRAINING, settings, clients=[number], private=private)
+    learner = ShardLearner(shard, task, method, transforms, topology.clients)
     agreement = Agreement(roster.run, folder.name, "c" * 64, learner.manifest)
     try:
-        store = Store.open(folder / "store")
+        store = Store.open(folder / "store", trace)
     except NoStore:
-        store = create_store(folder / "store", learner, agreement)
+        store = create_store(folder / "store", learner, agreement, trace)
     how = Settings(
         rounds=ROUNDS,
         mode=mode,
         linger=20.0,
         bind=roster.member(folder.name).address,
         copies=splitting(method, topology, ROUNDS) == "copies",
+        rule=transforms.robustness,
     )
     lines: list[dict[str, Any]] = []
     node = Node(
-        learner, topology, store, folder, agreement, how, Limits(retry_cap=2.0), record=lines.append
+        learner,
+        topology,
+        store,
+        folder,
+        agreement,
+        how,
+        Limits(retry_cap=2.0),
+        record=lines.append,
+        trace=trace,
     )
     node.lines = lines  # type: ignore[attr-defined]
     return node
@@ -84,6 +105,7 @@ class Played:
     nodes: list[Node]
     states: list[Any]
     report: Report
+    first: float  # the mean loss on the training data before the first round
 
     def field(self, name: str) -> torch.Tensor:
         return torch.stack([getattr(state, name)[0] for state in self.states])
@@ -95,20 +117,29 @@ def play_peers(
     topology: Topology,
     dtype: torch.dtype = torch.float64,
     mode: Mode = "sync",
+    transforms: Transforms = PLAIN,
 ) -> Played:
     folders = make_folders(root, topology.clients)
 
-    async def scenario() -> list[Node]:
-        nodes = [node_on(folder, method, topology, dtype, mode) for folder in folders]
+    async def scenario() -> tuple[list[Node], float]:
+        nodes = [node_on(folder, method, topology, dtype, mode, transforms) for folder in folders]
+        first = float(np.mean([training_loss(node) for node in nodes]))
         outcomes = await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 120)
         for node, outcome in zip(nodes, outcomes, strict=True):
             node.store.close()
             assert outcome.finished, outcome
-        return nodes
+        return nodes, first
 
-    nodes = asyncio.run(scenario())
+    nodes, first = asyncio.run(scenario())
     report = audit([read_statement(folder / "store") for folder in folders])
-    return Played(nodes, [node.learner._shard.state for node in nodes], report)
+    return Played(nodes, [node.learner._shard.state for node in nodes], report, first)
+
+
+def training_loss(node: Node) -> float:
+    model, split = TinyModel().double(), tiny_data().train.only([node.number])
+    leaves = {name: torch.from_numpy(leaf).double() for name, leaf in node.learner.model().items()}
+    model.load_state_dict(leaves)
+    return nn.functional.cross_entropy(model(split.x.double()), split.y).item()
 
 
 def simulated(method: Any, topology: Topology, dtype: torch.dtype, **options: Any) -> qv.Run:
@@ -125,8 +156,14 @@ def simulated(method: Any, topology: Topology, dtype: torch.dtype, **options: An
     )
 
 
-def same_as_simulated(played: Played, method: Any, topology: Topology, dtype: torch.dtype) -> None:
-    run = simulated(method, topology, dtype, arithmetic="peers")
+def same_as_simulated(
+    played: Played,
+    method: Any,
+    topology: Topology,
+    dtype: torch.dtype,
+    transforms: Transforms = PLAIN,
+) -> None:
+    run = simulated(method, topology, dtype, arithmetic="peers", **vars(transforms))
     for name, leaf in run._shard.state._asdict().items():
         assert torch.equal(played.field(name), leaf), name
     for number, node in enumerate(played.nodes):
@@ -309,6 +346,42 @@ def test_async_peers_average(tmp_path: Path, method: Any, topology: Topology) ->
         assert torch.allclose(mean, first.mean(dim=0), atol=1e-9)
     else:
         assert (masses == 1).all()
+
+
+ISOLATED = lambda m: qv.isolated(clients=m)  # noqa: E731
+APART = [(method, graphs) for method, graphs, dtype in EVERY if dtype is torch.float64]
+APART += [(method, ISOLATED) for method in DECENTRALIZED if method.topology == "isolated"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "graphs"), APART)
+def test_every_method_learns_on_every_graph_without_waiting(
+    tmp_path: Path, method: Any, graphs: Any
+) -> None:
+    """Async: everybody finishes and is better than before, and the books add up."""
+    topology = graphs(4)
+    played = play_peers(tmp_path, method, topology, torch.float64, "async")
+    assert played.report.passed, played.report.problems
+    assert played.report.units + played.report.in_flight == topology.clients * UNIT
+    assert (played.report.transfers > 0) == (graphs is not ISOLATED)
+    for node in played.nodes:
+        assert [line["round"] for line in node.lines] == list(range(ROUNDS))  # type: ignore
+    after = [training_loss(node) for node in played.nodes]
+    assert np.mean(after) < played.first, (played.first, after)
+
+
+def test_every_method_is_carried_or_refused() -> None:
+    """No method is left out of the tables above, nor of the one in docs/peers.md."""
+    tried = {method.name for method in DECENTRALIZED}
+    refused = {method.name for method, _ in METHODS if method.topology == "star"}
+    assert tried | refused == set(qv.METHODS)
+    text = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+    table = text[text.index("| method | `sync` | `async` |") :].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        named = set(re.findall(r"`([a-z]+)`", row.split("|")[1])) & set(qv.METHODS)
+        kept = named & refused if "refused: it needs a server" in row else named & tried
+        assert named == kept, row
+    assert {name for name in qv.METHODS if f"`{name}`" in table} == set(qv.METHODS)
 
 
 @pytest.mark.parametrize("method", [m for m, _ in METHODS if m.topology == "star"], ids=repr)

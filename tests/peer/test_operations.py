@@ -170,7 +170,7 @@ def test_a_finished_run_is_taken_up_again_and_stays_so_after_a_restart(tmp_path:
         later = build(folders[0], options)
         later.stop()
         await later.run()
-        await later._follow()
+        await later.follow()
         assert later.settings.rounds == 5
         later.store.close()
 

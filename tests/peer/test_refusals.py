@@ -17,12 +17,12 @@ import pytest
 from quiverfl.peer import identity, signing, wire
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
+from quiverfl.peer.connection import open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import UNIT, Transfer
 from quiverfl.peer.node import Node
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.sender import open_channel
 from quiverfl.peer.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply, Voucher
 
 from .swarm import Options, build, make_folders

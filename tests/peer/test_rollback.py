@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from quiverfl.peer import signing
+from quiverfl.peer.connection import RestoredBackup
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.node import Node
-from quiverfl.peer.sender import RestoredBackup
 
 from .swarm import build, make_folders
 from .test_life import ENDLESS, finish, until

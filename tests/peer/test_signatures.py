@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from quiverfl.peer import signing
-from quiverfl.peer.audit import Entry, Received, Report, Sent, Statement, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
+from quiverfl.peer.statement import Entry, Received, Sent, Statement
 
 from .swarm import Options, build, make_folders
 from .test_life import until

@@ -9,8 +9,6 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from quiverfl.peer.metrics import JsonLines, Log
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
 
-from .swarm import Options, Swarm, build, make_folders
+from .swarm import Options, Swarm, build, in_memory, make_folders
 
 FIXED, A_ROUND, A_SHARE = 12_000_000, 300, 600
 """docs/operations.md: bytes of the books in all, and for each round and each share."""
@@ -99,21 +97,11 @@ def test_the_books_keep_to_their_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_books_keep_to_their_bound_over_ten_thousand_rounds(tmp_path: Path) -> None:
-    folders = make_folders(tmp_path, 3)
-    with _without_waiting_for_the_disk():
+def test_the_books_keep_to_their_bound_over_ten_thousand_rounds() -> None:
+    with in_memory() as root:
+        folders = make_folders(root, 3)
         asyncio.run(play(folders, 10_000))
-    check_books(folders, 10_000)
-
-
-@contextmanager
-def _without_waiting_for_the_disk() -> Iterator[None]:
-    """The same files, and no power cut is tested here."""
-    before, os.fsync = os.fsync, lambda _: None
-    try:
-        yield
-    finally:
-        os.fsync = before
+        check_books(folders, 10_000)
 
 
 def test_others_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

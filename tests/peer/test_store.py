@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,15 @@ import pytest
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer import ledger
-from quiverfl.peer.audit import Entry, audit
+from quiverfl.peer.audit import audit
 from quiverfl.peer.files import StoreError
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
 from quiverfl.peer.manifest import Manifest, magnitude, scaled, total
 from quiverfl.peer.schema import read_statement
+from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.transactions import Transactions
+from quiverfl.peer.wire import Clock
 
 U = {"u": np.arange(1, 9, dtype=np.float32)}
 V = {"v": np.full(3, 7.0, dtype=np.float32)}
@@ -75,6 +78,33 @@ def test_an_acknowledged_share_is_forgotten(tmp_path: Path) -> None:
     store.acknowledge(ledger.acknowledge(store.accounts(), transfer), transfer)
     assert not list((tmp_path / "s").glob("share-*"))
     assert len(list((tmp_path / "s").glob("state-*"))) == 1
+
+
+def work_of_a_commit(store: Store, past: int) -> int:
+    """Steps of the database's machine to commit a share, after so many that have arrived."""
+    shares = [("a", "c", seq, seq, 1, "d" * 64, 0.0, "p", "acknowledged") for seq in range(past)]
+    store._database.executemany("INSERT INTO sent VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", shares)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+
+    store._database.set_progress_handler(step, 1)
+    push(store)
+    store._database.set_progress_handler(None, 0)
+    return steps
+
+
+def test_a_commit_costs_the_same_after_a_long_past(tmp_path: Path) -> None:
+    fresh, old = create(tmp_path / "fresh"), create(tmp_path / "old")
+    old._database.execute("DROP INDEX waiting")  # as an older version has left it
+    old.close()
+    old = Store.open(tmp_path / "old")
+    few, many = work_of_a_commit(fresh, 10), work_of_a_commit(old, 2000)
+    assert many < 1.2 * few, (few, many)
+    fresh.close()
+    old.close()
 
 
 @pytest.mark.parametrize(
@@ -234,3 +264,34 @@ def test_a_share_of_a_peer_evicted_meanwhile_is_not_merged(tmp_path: Path) -> No
     report = audit([read_statement(tmp_path / "s")])
     assert report.passed, report.problems
     assert report.units == UNIT
+
+
+def test_news_that_comes_in_the_middle_of_a_commit_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits run in a thread of their own; greetings with others' clocks come in meanwhile."""
+    store = create(tmp_path / "s")
+    transactions = Transactions(store, Manifest.of(U))
+    honest = ledger.witness
+
+    def hear(peer: str, pushes: int) -> None:
+        clock = Clock(peer=peer, store="5" * 16, pushes=pushes, proof=f"{'0' * 66} 0")
+        transactions.witness([clock], lambda _: True)
+
+    def interrupted(accounts: Accounts, known: Mapping[str, tuple[str, int, str]]) -> Accounts:
+        for peer in known:
+            if peer == "b":
+                hear("c", 3)
+        return honest(accounts, known)
+
+    async def scenario() -> None:
+        for peer in ("b", "c"):
+            await transactions.meet(peer, "5" * 16)
+        hear("b", 2)
+        monkeypatch.setattr(ledger, "witness", interrupted)
+        await transactions.push(0, U, V, {"b": 1}, 1)
+        await transactions.absorb([], [], finish=True)
+
+    asyncio.run(scenario())
+    assert [store.accounts().link(peer).pushes for peer in ("b", "c")] == [2, 3]
+    store.close()

@@ -197,7 +197,7 @@ def test_the_medium_scale_is_tuned_fairly() -> None:
 
 
 PLAN = """
-seeds = [7, 8]
+seeds = [7]
 methods = ["fedavg"]
 [base.data]
 validation = 0.2
@@ -227,7 +227,7 @@ def test_the_command_races_and_resumes(tmp_path: Path) -> None:
     (contest,) = told["contests"]
     assert [one["rounds"] for one in contest["tries"]] == [4, 4, 2]
     assert contest["tries"][2]["point"] == {"training.lr": 0.00001}
-    assert told["budget"]["rounds"] < told["budget"]["rounds_of_the_whole_grid"] == 24
+    assert told["budget"]["rounds"] < told["budget"]["rounds_of_the_whole_grid"] == 12
     chosen = tomllib.loads(rates.read_text())["overrides"]["fedavg"]["training"]["lr"]
     assert chosen == contest["tries"][0]["point"]["training.lr"]
     assert json.loads(CliRunner().invoke(app, words).stdout) == told

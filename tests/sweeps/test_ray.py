@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from quiverfl.cli.main import app
 from quiverfl.engine.checkpoint import checkpoints
 from quiverfl.errors import QuiverError
+from quiverfl.experiment import run_in_folder
 from quiverfl.results.run_files import read_lines
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell, load_sweep
-from quiverfl.sweeps.pool import LocalPool
 from quiverfl.sweeps.where import Needs, Outcome
 
 missing = importlib.util.find_spec("ray") is None
@@ -102,31 +102,34 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @needs_ray
-def test_two_cells_on_one_node_shared_and_brought_back(tmp_path: Path, one_node: str) -> None:
+@pytest.mark.parametrize(
+    "bring_back",
+    [pytest.param(False, id="shared", marks=pytest.mark.slow), pytest.param(True, id="brought")],
+)
+def test_two_cells_on_one_node(bring_back: bool, tmp_path: Path, one_node: str) -> None:
     from quiverfl.sweeps.ray_cluster import RayCluster
 
     sweep = load_sweep(written(tmp_path))
-    here = Places(tmp_path / "here")
-    LocalPool(1).run(sweep.cells, here, Told(here))
-    for name, bring_back in (("shared", False), ("brought", True)):
-        there = Places(tmp_path / name)
-        told = Told(there)
-        with RayCluster(one_node, Needs(), bring_back=bring_back) as cluster:
-            assert cluster.at_a_time == 2
-            outcomes = cluster.run(sweep.cells, there, told)
-            assert [outcome.ending for outcome in outcomes] == ["finished", "finished"]
-            assert told.outcomes == outcomes
-            assert {rounds[-1] for rounds in told.rounds.values()} == {4}
-            with pytest.raises(QuiverError, match=r"needs 3 CPU .* more than 2 CPU: lower --cpus"):
-                RayCluster(one_node, Needs(cpus=3)).run(sweep.cells, there, told)
-            much = Needs(memory=lambda cells: {cell.name: 9 * 10**12 for cell in cells})
-            with pytest.raises(QuiverError, match=r"9000\.0 GB of memory.*--no-memory"):
-                RayCluster(one_node, much).run(sweep.cells, there, told)
-        assert not told.restarts
-        for cell in sweep.cells:
-            assert there.state(cell) == "finished"
-            assert lines(there, cell) == lines(here, cell)
-        assert not list(there.root.glob(".shared-*"))
+    there = Places(tmp_path / "there")
+    told = Told(there)
+    with RayCluster(one_node, Needs(), bring_back=bring_back) as cluster:
+        assert cluster.at_a_time == 2
+        outcomes = cluster.run(sweep.cells, there, told)
+        assert [outcome.ending for outcome in outcomes] == ["finished", "finished"]
+        assert told.outcomes == outcomes
+        assert {rounds[-1] for rounds in told.rounds.values()} == {4}
+        with pytest.raises(QuiverError, match=r"needs 3 CPU .* more than 2 CPU: lower --cpus"):
+            RayCluster(one_node, Needs(cpus=3)).run(sweep.cells, there, told)
+        much = Needs(memory=lambda cells: {cell.name: 9 * 10**12 for cell in cells})
+        with pytest.raises(QuiverError, match=r"9000\.0 GB of memory.*--no-memory"):
+            RayCluster(one_node, much).run(sweep.cells, there, told)
+    assert not told.restarts
+    for cell in sweep.cells:
+        assert there.state(cell) == "finished"
+        run_in_folder(cell.config, tmp_path / cell.name)
+        here = read_lines(tmp_path / cell.name / "history.jsonl")
+        assert lines(there, cell) == here
+    assert not list(there.root.glob(".shared-*"))
 
 
 @needs_ray

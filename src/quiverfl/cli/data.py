@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,12 +62,12 @@ def data(context: typer.Context, root: Root = None, as_json: AsJson = False) -> 
     top = data_root(root)
     rows = [_described(name, top) for name in SOURCES]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        typer.echo(f"{row['name']:<14} {row['state']:<14} {row['where']}")
-        typer.echo(f"    {row['about']}")
-    typer.echo('Your own code: data.name = "module:function", a function that returns a Dataset.')
+        print(f"{row['name']:<14} {row['state']:<14} {row['where']}")
+        print(f"    {row['about']}")
+    print('Your own code: data.name = "module:function", a function that returns a Dataset.')
 
 
 @app.command("fetch")
@@ -88,7 +89,7 @@ def fetch_command(
     place = official_place(name, top)
     if not made:
         load_dataset(name, top)  # what lies there may be damaged: then this says so
-    typer.echo(f"{name}: {'ready' if made else 'already there'} in {place}")
+    print(f"{name}: {'ready' if made else 'already there'} in {place}")
 
 
 @partition_app.command("show")
@@ -151,11 +152,11 @@ def show(
             raise QuiverError(f"--picture {picture}: cannot be written: {error}") from error
     inputs = _inputs(dataset, data)
     if as_json:
-        typer.echo(json.dumps({**_facts(shares, title), "inputs": inputs}, indent=2))
+        print(json.dumps({**_facts(shares, title), "inputs": inputs}, indent=2))
     else:
         _print_partition(shares, dataset, title, inputs)
     if picture is not None:
-        typer.echo(f"picture: {picture}", err=as_json)
+        print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _described(name: str, root: Path) -> dict[str, str]:
@@ -219,29 +220,29 @@ def _print_partition(shares: Partition, dataset: Dataset, title: str, inputs: st
     counts = shares.train_counts
     used, total = int(counts.sum()), len(dataset.train_y)
     test = "held-out training" if shares.held_out else "test"
-    typer.echo(title)
-    typer.echo(f"inputs             {inputs}")
-    typer.echo(f"training examples  {_spread(counts.sum(axis=1))}; {used:,} of {total:,} used")
-    typer.echo(f"{test + ' examples':<18} {_spread(shares.test_counts.sum(axis=1))}")
-    typer.echo(f"labels per client  {_spread((counts > 0).sum(axis=1))} of {dataset.classes}")
-    typer.echo(
+    print(title)
+    print(f"inputs             {inputs}")
+    print(f"training examples  {_spread(counts.sum(axis=1))}; {used:,} of {total:,} used")
+    print(f"{test + ' examples':<18} {_spread(shares.test_counts.sum(axis=1))}")
+    print(f"labels per client  {_spread((counts > 0).sum(axis=1))} of {dataset.classes}")
+    print(
         f"heterogeneity      {shares.heterogeneity():.3f}, from 0 (all alike) towards 1: mean "
         "total-variation distance from the whole"
     )
     if dataset.classes > SHOWN_CLASSES:
-        typer.echo(f"More than {SHOWN_CLASSES} classes: --json or --picture show who has which.")
+        print(f"More than {SHOWN_CLASSES} classes: --json or --picture show who has which.")
         return
     whose = "  whose" if shares.names else ""
     width = max(2 * dataset.classes + 2, len("shares of the classes"))
-    typer.echo(f"\nclient  size  test  labels  {'shares of the classes':<{width}}{whose}".rstrip())
+    print(f"\nclient  size  test  labels  {'shares of the classes':<{width}}{whose}".rstrip())
     for client in range(min(shares.clients, SHOWN_CLIENTS)):
         own = counts[client]
         sizes = f"{own.sum():>6}{shares.test_counts[client].sum():>6}{(own > 0).sum():>8}"
         name = f"  {shares.names[client]}" if shares.names else ""
         bar = f"|{_shaded(own)}|"
-        typer.echo(f"{client:>6}{sizes}  {bar:<{width}}{name}".rstrip())
+        print(f"{client:>6}{sizes}  {bar:<{width}}{name}".rstrip())
     if shares.clients > SHOWN_CLIENTS:
-        typer.echo(f"… and {shares.clients - SHOWN_CLIENTS} more; --json or --picture show all.")
+        print(f"… and {shares.clients - SHOWN_CLIENTS} more; --json or --picture show all.")
 
 
 def _inputs(dataset: Dataset, source: str) -> str:

@@ -28,7 +28,7 @@ def doctor(
             findings.append(finding)
             shown.update(f"{finding.part}: {finding.what} {finding.verdict}")
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
         table = Table("part", "what", "measured", "expected", "verdict", box=None, pad_edge=False)
         for finding in findings:

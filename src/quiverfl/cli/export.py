@@ -36,7 +36,7 @@ def export(
     wanted: list[tuple[Literal["program", "onnx"], bool]] = [("program", program), ("onnx", onnx)]
     also = [kind for kind, asked in wanted if asked]
     for line in export_client(RunFolder(folder), client, stage.value, path, also):
-        typer.echo(line)
+        print(line)
 
 
 def extend(

@@ -27,6 +27,6 @@ def init(
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         durable.replace(folder / name, (templates / name).read_bytes())
-        typer.echo(f"wrote {folder / name}")
+        print(f"wrote {folder / name}")
     place = "" if folder == Path(".") else f"cd {folder} && "
-    typer.echo(f"Try: {place}quiver compare run.toml --methods local,dfedpgp,my_method:MyMethod")
+    print(f"Try: {place}quiver compare run.toml --methods local,dfedpgp,my_method:MyMethod")

@@ -150,7 +150,7 @@ def about(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"quiver {quiverfl.__version__}")
+        print(f"quiver {quiverfl.__version__}")
         raise typer.Exit
 
 

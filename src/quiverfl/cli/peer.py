@@ -90,10 +90,10 @@ def run(
 ) -> None:
     """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to continue."""
     require("peer", "quiver peer")
+    from quiverfl.peer.connection import RestoredBackup
     from quiverfl.peer.files import StoreError
     from quiverfl.peer.metrics import log_to_stderr
     from quiverfl.peer.peer import Peer
-    from quiverfl.peer.sender import RestoredBackup
 
     log_to_stderr()
     try:

@@ -21,7 +21,8 @@ from rich.table import Table
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
-from quiverfl.peer.audit import Report, Statement, audit
+from quiverfl.peer.audit import audit
+from quiverfl.peer.audit_report import Report
 from quiverfl.peer.control import NotRunning, order
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.peer_folder import OwnSettings, PeerFolder, make_folder
@@ -29,6 +30,7 @@ from quiverfl.peer.peer_run import scores_of
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.signing import checked_by
+from quiverfl.peer.statement import Statement
 from quiverfl.peer.wire import Order
 
 CONFIGURATION = """# Written by quiver peer demo.

@@ -62,7 +62,7 @@ def report(
         _write_events(groups, tensorboard)
     if as_json:
         found = {"report": str(page), "rows": _rows(groups), "differences": _differences(groups)}
-        typer.echo(json.dumps(found))
+        print(json.dumps(found))
         return
     console = Console()
     print_comparison(console, groups, stage.value)

@@ -195,7 +195,7 @@ def _write(
     tables = write(what, item, cells, places, folder, how)
     files = [str(folder / name) for name in written_files(folder)]
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "files": files}))
+        print(json.dumps({"folder": str(folder), "files": files}))
         return
     console = Console(highlight=False)
     if item.kind != "partition" and not _fit(console, tables):

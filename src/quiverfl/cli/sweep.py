@@ -96,7 +96,7 @@ def sweep(
     carry_out(plan.cells, places, place, dry_run, estimated, retry, quiet or as_json)
     rows = cell_rows(plan, places)
     if as_json:
-        typer.echo(json.dumps(rows))
+        print(json.dumps(rows))
     if dry_run:
         if not as_json:
             list_cells(plan.cells, places)
@@ -248,7 +248,7 @@ def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) ->
 
 def list_cells(cells: Sequence[Cell], places: Places) -> None:
     for cell in cells:
-        typer.echo(f"{places.state(cell):<9} {cell.name}  {cell.label}".rstrip())
+        print(f"{places.state(cell):<9} {cell.name}  {cell.label}".rstrip())
 
 
 def _words(text: str, separator: str) -> list[str]:

@@ -48,7 +48,7 @@ def theory(
         page = write_findings(findings, out)
     if as_json:
         where = None if page is None else str(page)
-        typer.echo(json.dumps({"page": where, **numbers(findings)}, indent=2))
+        print(json.dumps({"page": where, **numbers(findings)}, indent=2))
         return
     for table in all_tables(findings):
         console.print(rich(table))

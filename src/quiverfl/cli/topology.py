@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,12 +48,12 @@ def topologies(
     """
     rows = [_described(name) for name in TOPOLOGIES]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print(json.dumps(rows, indent=2))
         return
     for row in rows:
         options = f"  options: {', '.join(row['options'])}" if row["options"] else ""
-        typer.echo(f"{row['name']:<21} {row['matrix']:<18} {', '.join(row['methods'])}{options}")
-        typer.echo(f"    {row['description']}")
+        print(f"{row['name']:<21} {row['matrix']:<18} {', '.join(row['methods'])}{options}")
+        print(f"    {row['description']}")
 
 
 @app.command()
@@ -119,7 +120,7 @@ def show(
         watched = watch(first_graphs(topology, rounds), window or WATCHED)
     if as_json:
         watching = {} if watched is None else {"watch": asdict(watched)}
-        typer.echo(json.dumps({**report.as_dict(), **watching}, indent=2))
+        print(json.dumps({**report.as_dict(), **watching}, indent=2))
     else:
         _print(
             _table(_lines(report) + ([] if watched is None else [("over time", watched.words())]))
@@ -129,7 +130,7 @@ def show(
         for reason in report.left_out:
             _print(f"left out: {reason}")
     if picture is not None:
-        typer.echo(f"picture: {picture}", err=as_json)
+        print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _looking(looks: Looks) -> str:
@@ -161,7 +162,7 @@ def _show_recorded(
     possible = run.clients * (run.clients - 1)
     if as_json:
         found = {"topology": run.topology, "clients": run.clients, "links_used": used}
-        typer.echo(json.dumps({**found, "watch": asdict(watched)}, indent=2))
+        print(json.dumps({**found, "watch": asdict(watched)}, indent=2))
         return
     _print(
         _table(

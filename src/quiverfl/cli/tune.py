@@ -91,13 +91,13 @@ def tune(
     carry_out(plan.cells, places, place, False, estimated, False, quiet or as_json)
     found = tuned(plan.cells, places, stage.value, "last")
     if as_json:
-        typer.echo(json.dumps([_row(one) for one in found]))
+        print(json.dumps([_row(one) for one in found]))
     else:
         console = Console(highlight=False)
         console.print(_table(found, stage.value))
         if len({len(one.tries) for one in found}) > 1:
             console.print("The methods had different numbers of tries.", style="bold")
-        typer.echo(as_overrides(found))
+        print(as_overrides(found))
     if write is not None:
         replace_file(write, as_overrides(found).encode())
     # That a try diverges is an answer; that one could not be run is not.

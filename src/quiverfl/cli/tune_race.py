@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -59,7 +58,7 @@ def run_race(
     together = overrides(outcomes, pairs=True)
     if as_json:
         budget = {"runs": begun, "rounds": rounds, "rounds_of_the_whole_grid": whole}
-        typer.echo(json.dumps({"contests": [_record(*one) for one in outcomes], "budget": budget}))
+        print(json.dumps({"contests": [_record(*one) for one in outcomes], "budget": budget}))
     else:
         console = Console(highlight=False)
         console.print(_table(outcomes, stage))
@@ -69,9 +68,9 @@ def run_race(
             f"{sum(len(c.tries) for c in found if len(c.methods) == 1)} tries in {begun} runs: "
             f"{rounds:,} rounds; all of them to the end with every seed would be {whole:,}."
         )
-        typer.echo(alone)
+        print(alone)
         if together:
-            typer.echo(f"# The same rates for methods that differ in the graph alone:\n{together}")
+            print(f"# The same rates for methods that differ in the graph alone:\n{together}")
     if write is not None:
         replace_file(write, alone.encode())
         if together:

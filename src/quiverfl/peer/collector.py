@@ -16,9 +16,10 @@ from typing import Any
 import grpc.aio
 
 from quiverfl.peer.agreement import Limits
+from quiverfl.peer.connection import Unreachable
+from quiverfl.peer.contact import Contact
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.receiver import Receiver
-from quiverfl.peer.sender import Sender, Unreachable
 from quiverfl.peer.wire import Reply, encode
 
 NEWS_SECONDS = 2.0
@@ -29,9 +30,9 @@ class Collector:
     """Fetches what one neighbour has for this peer."""
 
     def __init__(
-        self, sender: Sender, receiver: Receiver, limits: Limits, metrics: PeerMetrics, log: Log
+        self, contact: Contact, receiver: Receiver, limits: Limits, metrics: PeerMetrics, log: Log
     ) -> None:
-        self._sender, self._receiver, self._limits = sender, receiver, limits
+        self._contact, self._receiver, self._limits = contact, receiver, limits
         self._metrics, self._log = metrics, log
         self._chance = random.Random(secrets.randbits(64))
 
@@ -42,20 +43,20 @@ class Collector:
                 await self._fetch()
                 pause = self._limits.retry_first
             except Unreachable as problem:
-                self._log("cannot fetch", peer_called=self._sender.peer, reason=str(problem))
+                self._log("cannot fetch", peer_called=self._contact.peer, reason=str(problem))
                 await asyncio.sleep(pause * self._chance.uniform(0.5, 1.0))
                 pause = min(2 * pause, self._limits.retry_cap)
 
     async def _fetch(self) -> None:
         """One share, however long it takes to come."""
-        await self._sender.hello()
-        call = self._sender.line()
+        await self._contact.hello()
+        call = self._contact.line()
         reading = asyncio.ensure_future(call.read())
         try:
             while not (await asyncio.wait({reading}, timeout=NEWS_SECONDS))[0]:
-                await self._sender.hello()
+                await self._contact.hello()
             frames = _frames(reading.result(), call)
-            await self._receiver.push(self._sender.peer, frames, lambda r: self._answer(call, r))
+            await self._receiver.push(self._contact.peer, frames, lambda r: self._answer(call, r))
             await call.done_writing()
             async with asyncio.timeout(self._limits.hello_seconds):
                 await call.read()  # the end, once the other side has heard the last word

@@ -9,8 +9,8 @@ from typing import Any
 import grpc.aio
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer.connection import open_channel
 from quiverfl.peer.peer_folder import PeerFolder
-from quiverfl.peer.sender import open_channel
 from quiverfl.peer.wire import SERVICE, Order, encode
 
 

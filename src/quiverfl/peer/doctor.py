@@ -20,13 +20,13 @@ import grpc.aio
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
+from quiverfl.peer.connection import open_channel
 from quiverfl.peer.control import NotRunning, order
 from quiverfl.peer.descriptors import acceptable_connections
 from quiverfl.peer.files import write_durably
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.peer_folder import PeerFolder
 from quiverfl.peer.roster import Member
-from quiverfl.peer.sender import open_channel
 from quiverfl.peer.service import installed_version
 from quiverfl.peer.wire import OLDEST, PROTOCOL, SERVICE, Order, Vitals, WireError, decode
 

@@ -12,12 +12,12 @@ import grpc.aio
 from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
 from quiverfl.peer.agreement import Agreement
+from quiverfl.peer.connection import open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.learner import Learner
 from quiverfl.peer.ledger import UNIT, Accounts
 from quiverfl.peer.manifest import Leaves, Manifest, finite
 from quiverfl.peer.roster import Roster
-from quiverfl.peer.sender import open_channel
 from quiverfl.peer.store import Memory, Store, Trace
 from quiverfl.peer.transactions import first_entry
 from quiverfl.peer.wire import (

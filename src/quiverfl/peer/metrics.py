@@ -21,6 +21,7 @@ class PeerMetrics:
     counts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     tap: Callable[[bytes], None] | None = None  # sees every byte that leaves
+    _moved: dict[str, int] = field(default_factory=dict)  # in all, when last asked
 
     def add(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
@@ -34,6 +35,13 @@ class PeerMetrics:
         if self.tap is not None:
             self.tap(frame)
         return frame
+
+    def moved(self) -> dict[str, int]:
+        """The bytes put on the network and taken from it since this was last asked."""
+        counts = {name: self.counts[name] for name in ("sent_bytes", "received_bytes")}
+        since = {name: count - self._moved.get(name, 0) for name, count in counts.items()}
+        self._moved = counts
+        return since
 
 
 COUNTERS = {
@@ -98,7 +106,7 @@ def serve_metrics(
             for name, text in COUNTERS.items():
                 yield CounterMetricFamily(f"quiver_{name}", text, value=metrics.counts[name])
             refusals = CounterMetricFamily("quiver_refusals", "by reason", labels=["reason"])
-            for reason, count in sorted(metrics.refusals.items()):
+            for reason, count in sorted(metrics.refusals.copy().items()):
                 refusals.add_metric([reason], count)
             yield refusals
             found = list(samples())

@@ -12,12 +12,14 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer import signing
 from quiverfl.peer.agreement import Agreement, Limits, older_than_remembered
 from quiverfl.peer.amendments import Amendments, sentence
+from quiverfl.peer.connection import RestoredBackup, Unreachable
+from quiverfl.peer.contact import Contact
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.ledger import UNIT, Link, free
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.notices import Notices
 from quiverfl.peer.roster import LiveRoster
-from quiverfl.peer.sender import RestoredBackup, Sender, Unreachable
+from quiverfl.peer.sender import Sender
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import CLOCKS, Amendment, Clock, Hello, Notice, Terms
@@ -70,7 +72,18 @@ class Neighbours:
         self.done: set[str] = set()  # have finished and delivered everything
         self.senders = {
             peer: Sender(
-                peer,
+                Contact(
+                    peer,
+                    agreement=agreement,
+                    limits=limits,
+                    roster=roster,
+                    identity=identity.refresh,
+                    compose=self.hello,
+                    on_greeting=self.met,
+                    on_refusal=lambda peer: self._later(self._learn(peer)),
+                    metrics=metrics,
+                    log=log,
+                ),
                 transactions=transactions,
                 agreement=agreement,
                 limits=limits,
@@ -81,9 +94,6 @@ class Neighbours:
                 size=store.payload_size,
                 vouchers=store.vouchers,
                 clocks=lambda peer: self.clocks(peer, 8),
-                compose=self.hello,
-                on_greeting=self.met,
-                on_refusal=lambda peer: self._later(self._learn(peer)),
                 metrics=metrics,
                 log=log,
                 trace=trace,
@@ -191,7 +201,7 @@ class Neighbours:
     # Changes of the run: each member signs the same terms, and all tell each other
 
     async def _learn_amendments(self, peer: str) -> None:
-        for amendment in await self.senders[peer].amendments():
+        for amendment in await self.senders[peer].contact.amendments():
             await self._keep(amendment)
 
     async def _keep(self, amendment: Amendment) -> bool:
@@ -221,7 +231,7 @@ class Neighbours:
             await asyncio.gather(*self._learning)
 
     async def _learn(self, peer: str) -> None:
-        for notice in await self.senders[peer].notices():
+        for notice in await self.senders[peer].contact.notices():
             body = self.notices.add(notice, self._roster.refresh())
             if body is not None:
                 await asyncio.to_thread(self._store.note_notice, body)
@@ -281,7 +291,7 @@ class Neighbours:
             if self._dials_out(sender.peer):  # it has heard if it has called since
                 return sender.peer if self._informed.get(sender.peer) == current else None
             try:
-                await sender.hello(timeout=2.0)
+                await sender.contact.hello(timeout=2.0)
             except Unreachable:
                 return None
             return sender.peer

@@ -7,13 +7,14 @@ from typing import Any
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.agreement import Agreement
+from quiverfl.peer.connection import Line, RestoredBackup
+from quiverfl.peer.contact import signed_text
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.neighbours import Neighbours
 from quiverfl.peer.offering import Offering
 from quiverfl.peer.receiver import Receiver
-from quiverfl.peer.sender import Line, RestoredBackup, signed_text
 from quiverfl.peer.transactions import Transactions
 from quiverfl.peer.wire import AmendmentList, Greeting, Hello, Join, NoticeList, Order, Reply, Terms
 

@@ -13,10 +13,10 @@ from typing import Any
 import safetensors.numpy
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.audit import Entry, Received, Sent, Statement
 from quiverfl.peer.files import StoreError, read_checked
 from quiverfl.peer.ledger import Accounts, Link, Transfer
 from quiverfl.peer.manifest import total
+from quiverfl.peer.statement import Entry, Received, Sent, Statement
 
 FILE = "peer.sqlite"
 
@@ -38,8 +38,14 @@ CREATE TABLE entries (number INTEGER PRIMARY KEY, kind TEXT, round INTEGER, unit
   scale REAL)
 """
 
-LATER = "CREATE TABLE IF NOT EXISTS amendments (body TEXT PRIMARY KEY)"
-"""What a store of an older version does not have yet."""
+LATER = (
+    "CREATE TABLE IF NOT EXISTS amendments (body TEXT PRIMARY KEY)",
+    "CREATE INDEX IF NOT EXISTS waiting ON sent (digest) WHERE status = 'outbox'",
+)
+"""What a store of an older version does not have yet.
+
+The index is for FORGET_SHARES, in every commit: without it each looks at all that was ever sent.
+"""
 
 FORGET_SHARES: list[Change] = [
     (

@@ -16,10 +16,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer.connection import LARGEST_FRAME, Line
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
-from quiverfl.peer.sender import LARGEST_FRAME, Line
 from quiverfl.peer.wire import (
     SERVICE,
     AmendmentList,

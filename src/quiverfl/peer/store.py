@@ -22,7 +22,6 @@ from quiverfl.durable import remove_partial
 from quiverfl.errors import QuiverError
 from quiverfl.locks import Busy, Lock
 from quiverfl.peer import schema
-from quiverfl.peer.audit import Entry
 from quiverfl.peer.files import (
     cannot_write,
     file_size,
@@ -32,6 +31,7 @@ from quiverfl.peer.files import (
 )
 from quiverfl.peer.ledger import PAST, Accounts, Transfer
 from quiverfl.peer.manifest import Leaves
+from quiverfl.peer.statement import Entry
 from quiverfl.peer.wire import Terms
 
 Trace = Callable[[str], None]
@@ -96,7 +96,8 @@ class Store:
             raise cannot_write(folder, problem) from problem
         if schema.exists(store._database):
             raise QuiverError(f"{folder} already holds a peer's store; it is not overwritten.")
-        changes: list[schema.Change] = [(schema.CREATE, None), (schema.LATER, ())]
+        changes: list[schema.Change] = [(schema.CREATE, None)]
+        changes += [(statement, ()) for statement in schema.LATER]
         for key, value in {
             "incarnation": incarnation or secrets.token_hex(8),
             "agreement": agreement,
@@ -115,7 +116,8 @@ class Store:
             if not schema.exists(store._database):
                 store.close()
                 raise NoStore(f"{folder} was never finished: quiver peer run makes it again.")
-            store._database.execute(schema.LATER)
+            for statement in schema.LATER:
+                store._database.execute(statement)
             named = {name for name, _ in store._rows("SELECT name, digest FROM files")}
             remove_all_but(folder, named.__contains__)
         except (OSError, sqlite3.Error) as problem:
@@ -178,6 +180,12 @@ class Store:
         with self._one_at_a_time:
             found = self._database.execute(query, (receiver, most, rows)).fetchall()
         return [Transfer(*row[:8]) for row in found]
+
+    def senders_since(self, round: int) -> set[str]:
+        """Whose shares of this round or a later one were taken or refused."""
+        with self._one_at_a_time:
+            found = self._rows("SELECT DISTINCT sender FROM received WHERE round >= ?", round)
+        return {row[0] for row in found}
 
     # Commits
 

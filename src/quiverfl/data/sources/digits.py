@@ -7,9 +7,13 @@ form has one writer, so `natural` makes clients of them.
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quiverfl.data.dataset import Dataset, channel_statistics
 from quiverfl.data.sources.train_test import train_and_test
@@ -20,12 +24,9 @@ FORMS = (0, 130, 256, 386, 516, 646, 776, 906, 1029, 1157, 1287, 1415, 1545, 166
 
 def load_digits(test_share: float = 0.25) -> Dataset:
     """1×8×8 images on the scale of [0, 1]; the split into train and test is always the same."""
-    # Here because it takes a second to import and only this source needs it.
-    from sklearn.datasets import load_digits as embedded
-
-    bunch = embedded()
-    x = (bunch.images[:, None] / HIGHEST).astype(np.float32)
-    y = bunch.target.astype(np.int64)
+    rows = embedded()
+    x = (rows[:, :-1].reshape(-1, 1, 8, 8) / HIGHEST).astype(np.float32)
+    y = rows[:, -1].astype(np.int64)
     form = np.searchsorted(FORMS, np.arange(len(y)), side="right") - 1
     train, test = train_and_test(y, test_share)
     mean, std = channel_statistics(x[train])
@@ -41,3 +42,20 @@ def load_digits(test_share: float = 0.25) -> Dataset:
         owner_names=tuple(f"form {number}" for number in range(1, len(FORMS) + 1)),
         known_digest=dataset.digest,
     )
+
+
+def embedded() -> NDArray[np.float64]:
+    """64 pixels and the digit in each row.
+
+    Read from the file in scikit-learn, since importing that takes a second of every run's start.
+    """
+    package = importlib.util.find_spec("sklearn")
+    for folder in (package and package.submodule_search_locations) or ():
+        file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if file.is_file():
+            with gzip.open(file, "rt", encoding="ascii") as lines:
+                return np.loadtxt(lines, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return np.column_stack([bunch.data, bunch.target])
