@@ -82,6 +82,7 @@ def node_on(
         linger=20.0,
         bind=roster.member(folder.name).address,
         copies=splitting(method, topology, ROUNDS) == "copies",
+        rule=transforms.robustness,
     )
     lines: list[dict[str, Any]] = []
     node = Node(

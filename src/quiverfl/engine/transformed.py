@@ -21,7 +21,7 @@ from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import ShareExchange
-from quiverfl.engine.splitting import splitting
+from quiverfl.engine.splitting import LOOKED_AT, splitting
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.methods.contract import Interleaved, Message, Method, Once
@@ -288,12 +288,25 @@ def _check_peers(
             f"robustness.sketch = {rule.sketch}: peers send no sketch ahead, they judge the "
             "message itself. Leave sketch out."
         )
+    if rule is not None:
+        _check_weights(topology, settings.rounds)
     shares = splitting(method, topology, settings.rounds) == "shares"
     if isinstance(rule, SelfCenteredClip) and shares:
         raise QuiverError(
             'robustness.name = "clip" takes a part of a share, and a peer gives a share back whole '
             'or not at all. Use "balance" or "norm", or random_pull, where copies are weighed.'
         )
+
+
+def _check_weights(topology: Topology, rounds: int) -> None:
+    """Whoever gives everything away has no model to compare others' with."""
+    for round in range(min(max(1, rounds), LOOKED_AT)):
+        if (topology(round).sparse.diagonal() <= 0).any():
+            raise QuiverError(
+                f"robustness: in round {round} of {topology.name} a client keeps nothing of its "
+                "own model, with which others' could be compared: give everyone a weight of its "
+                "own."
+            )
 
 
 def _check_leaves(section: str, task: Task, method: Method, message: dict[str, Tensor]) -> None:

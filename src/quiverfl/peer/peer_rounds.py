@@ -73,6 +73,10 @@ async def _round(peer: Participant, t: int) -> None:
         await _breathe(peer, t)
     if peer.stopping:
         return
+    if sync and peer.settings.rule is not None and not peer.settings.copies:
+        await _settle(peer, t)
+        if peer.stopping:
+            return
     await peer.absorb(t if sync else None, finish=True)
     clock.lap("mix_seconds")
     line["mixed"] = await _evaluated(peer, t, "mixed")
@@ -127,16 +131,34 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
 async def _gather(peer: Participant, t: int, expected: set[str]) -> None:
     """Until every promised share is here, or the deadline: late ones merge in a later round."""
     neighbours = peer.neighbours
+    # A round that was cut off may have taken some, and sent others back.
+    before = peer.store.senders_since(t) if peer.settings.rule is not None else set()
 
     def missing() -> set[str]:
         here = {p for p, s in peer.receiver.staged.items() if s.transfer.round >= t}
-        return expected - here - neighbours.outside() - neighbours.absent - neighbours.done
+        return expected - before - here - neighbours.outside() - neighbours.absent - neighbours.done
 
     await peer.until(lambda: not missing(), None)
     late = missing()
     if late and not peer.stopping:
         peer.log("deadline", round=t, missing=sorted(late))
         neighbours.absent |= late
+
+
+async def _settle(peer: Participant, t: int) -> None:
+    """Say what is taken, and wait for what others have taken: what is sent back is of this round.
+
+    A commit of its own: nobody waits for another's answer before it gives its own.
+    """
+    await peer.absorb(t, finish=False, returned=False)
+    neighbours = peer.neighbours
+
+    def unsaid() -> set[str]:
+        outbox = peer.transactions.accounts.outbox
+        return neighbours.waited_for({p for p in outbox if neighbours.senders[p].refund is None})
+
+    await peer.until(lambda: not unsaid(), None)
+    neighbours.clogged |= unsaid()
 
 
 async def _breathe(peer: Participant, t: int) -> None:

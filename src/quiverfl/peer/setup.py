@@ -101,10 +101,6 @@ def build_learner(folder: PeerFolder) -> PeerParts:
         epochs_per_client=None if epochs is None else (epochs[number],),
     )
     transforms = config.transforms()
-    if transforms.robustness is not None:
-        raise QuiverError(
-            "[robustness] is for simulations: peers have peers.outlier. Leave it out of run.toml."
-        )
     as_peers = replace(settings, arithmetic="peers", epochs_per_client=mine.epochs_per_client)
     check_transforms(transforms, task, data, method, topology, as_peers)
     private = transforms.privacy
@@ -208,7 +204,8 @@ async def assemble(
         parts.learner.draw_noise_from(_secret(store))
     run = parts.config.run
     settings = folder.settings(run.rounds, run.evaluate_every, trust_store)
-    settings = replace(settings, copies=parts.split == "copies")
+    rule = parts.config.transforms().robustness
+    settings = replace(settings, copies=parts.split == "copies", rule=rule)
     return Node(
         parts.learner,
         parts.topology,
