@@ -20,7 +20,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
-from quiverfl.peer.connection import RestoredBackup, open_channel
+from quiverfl.peer.connection import RestoredBackup, Unreachable, open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.joining import join_store
 from quiverfl.peer.ledger import UNIT
@@ -54,6 +54,35 @@ def statements(folders: list[Path]) -> list[Any]:
 
 
 ENDLESS = Options(size=50, rounds=1_000_000, seconds=0.01, linger=10.0)
+
+
+def test_a_finished_peer_does_not_end_before_a_busy_one_knows(tmp_path: Path) -> None:
+    """Who has finished and never hears that the other has, too, stays up for minutes."""
+    folders = make_folders(tmp_path, 2)
+    tried = 0
+
+    async def scenario() -> None:
+        options = Options(size=5, rounds=2, neighbours=1, mode="sync", linger=20.0)
+        nodes = [build(folder, options) for folder in folders]
+        contact = nodes[0].neighbours.senders["peer-1"].contact
+        honest = contact.hello
+
+        async def hello(timeout: float | None = None) -> Any:
+            nonlocal tried
+            if nodes[0].finished:
+                await until(lambda: "peer-1" in nodes[0].neighbours.done)
+                tried += 1
+                if tried < 3:
+                    raise Unreachable("DEADLINE_EXCEEDED: busy")
+            return await honest(timeout)
+
+        contact.hello = hello  # type: ignore[method-assign]
+        await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
+        for node in nodes:
+            node.store.close()
+
+    asyncio.run(scenario())
+    assert tried >= 3
 
 
 def test_a_leaving_peer_gives_everything_away(tmp_path: Path) -> None:
