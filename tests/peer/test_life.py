@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -83,6 +84,28 @@ def test_a_finished_peer_does_not_end_before_a_busy_one_knows(tmp_path: Path) ->
 
     asyncio.run(scenario())
     assert tried >= 3
+
+
+def test_a_sync_peer_that_is_left_behind_is_not_drained(tmp_path: Path) -> None:
+    """It starts when the others have given up waiting for it, and are in later rounds."""
+    folders = make_folders(tmp_path, 3)
+    options = Options(size=5, rounds=30, seconds=0.05, mode="sync", deadline=0.5, linger=20.0)
+
+    async def scenario() -> None:
+        nodes = [build(folder, options) for folder in folders]
+        tasks = [asyncio.create_task(node.run()) for node in nodes[:2]]
+        await until(lambda: all(n.transactions.accounts.round > 5 for n in nodes[:2]), 60)
+        await asyncio.wait_for(asyncio.gather(nodes[2].run(), *tasks), 120)
+        for node in nodes:
+            node.store.close()
+
+    asyncio.run(scenario())
+    lines = (folders[2] / "history.jsonl").read_text().splitlines()
+    masses = [json.loads(line)["mass"] for line in lines]
+    assert len(masses) == 30
+    assert min(masses) > 0.01, str(masses)
+    report = audit(statements(folders))
+    assert (report.problems, report.units) == ([], 3 * UNIT)
 
 
 def test_a_leaving_peer_gives_everything_away(tmp_path: Path) -> None:

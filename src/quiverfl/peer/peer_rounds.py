@@ -67,13 +67,14 @@ async def _round(peer: Participant, t: int) -> None:
         if peer.stopping or not await _push(peer, t, receivers(graph, peer.names, peer.number)):
             return
     peer.state = "waiting"
+    expected = set(expected_senders(graph, peer.names, peer.number))
     if sync:
-        await _gather(peer, t, set(expected_senders(graph, peer.names, peer.number)))
+        await _gather(peer, t, expected)
     else:
         await _breathe(peer, t)
     if peer.stopping:
         return
-    await peer.absorb(t if sync else None, finish=True)
+    await peer.absorb(t if sync and not _left_behind(peer, t, expected) else None, finish=True)
     clock.lap("mix_seconds")
     line["mixed"] = await _evaluated(peer, t, "mixed")
     clock.lap("evaluate_seconds")
@@ -104,6 +105,8 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
     cautious = not peer.sync() or bool(neighbours.absent | neighbours.clogged)
     may = not cautious or ledger.may_push(peer.transactions.accounts)
     barred = peer.overdrawn()
+    if peer.sync():  # the others have finished without this one, and give nothing back any more
+        barred |= neighbours.done
     chosen = {
         p: w
         for p, w in weights.items()
@@ -136,6 +139,17 @@ async def _gather(peer: Participant, t: int, expected: set[str]) -> None:
     if late and not peer.stopping:
         peer.log("deadline", round=t, missing=sorted(late))
         neighbours.absent |= late
+
+
+def _left_behind(peer: Participant, t: int, expected: set[str]) -> bool:
+    """Whether the others have let a deadline pass, and are in later rounds than this one.
+
+    Links keep their order, so a later share comes in place of one that this round was promised.
+    Then everything is taken at once: who kept later shares for later rounds would go on giving
+    mass away and get none until it has caught up.
+    """
+    staged = peer.receiver.staged
+    return any(staged[p].transfer.round > t for p in expected & set(staged))
 
 
 async def _breathe(peer: Participant, t: int) -> None:
