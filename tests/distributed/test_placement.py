@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -66,3 +68,6 @@ def test_what_a_thousand_resnets_need() -> None:
     assert needs.ranks_for(24 * 10**9) == 2
     assert needs.traffic(2) == 2 * 1000 * model // 4
     assert needs.ranks_for(10**8) is None
+    more = replace(needs, copies=model, view=10**9)
+    assert more.memory(1) - needs.memory(1) == 1000 * model + 10**9
+    assert more.memory(2) - needs.memory(2) == 500 * model + 10**9

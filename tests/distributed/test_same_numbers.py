@@ -12,9 +12,10 @@ import torch
 import quiverfl as qv
 import rank_cases as tried
 from quiverfl.engine.mixing import mix
-from small import CLIENTS, TRAINING, tiny_data, tiny_task
+from small import AWAY, CLIENTS, TRAINING, tiny_data, tiny_task
 
 NAMES = [f"{method}-{graphs(6).name}" for method, graphs in tried.CASES]
+WORKS = ["methods", "mixed", "refused", "resumed", "transformed", "overspent"]
 TIMES = ("seconds", "train_seconds", "evaluate_seconds", "mix_seconds")
 
 
@@ -22,7 +23,7 @@ TIMES = ("seconds", "train_seconds", "evaluate_seconds", "mix_seconds")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What two ranks found; they are started once."""
     folder = tmp_path_factory.mktemp("pair")
-    return tried.on_ranks(2, ["methods", "mixed", "refused", "resumed", "coded"], folder)
+    return tried.on_ranks(2, WORKS, folder)
 
 
 def assert_same(
@@ -31,7 +32,7 @@ def assert_same(
     graphs: Any,
     *how: str,
     since: int = 0,
-    compression: Any = None,
+    transforms: dict[str, Any] | None = None,
 ) -> None:
     """States, kept models, every evaluation and every record but the seconds, since a round."""
     whole = qv.simulate(
@@ -40,7 +41,7 @@ def assert_same(
         method=method,
         topology=graphs(CLIENTS),
         training=TRAINING,
-        compression=compression,
+        **(transforms or {}),
         settings=tried.settings(method, *how),
     )
     states = [torch.cat(leaves) for leaves in zip(*(p["state"] for p in parts), strict=True)]
@@ -71,17 +72,41 @@ def test_two_ranks_find_the_numbers_of_one_process(pair: dict[str, list[Any]], c
     assert_same([found[case] for found in pair["methods"]], *tried.CASES[case])
 
 
-@pytest.mark.parametrize("case", range(len(tried.CODED)), ids=[c[2].name for c in tried.CODED])
-def test_coded_messages_are_those_of_one_process(pair: dict[str, list[Any]], case: int) -> None:
-    method, graphs, compression = tried.CODED[case]
-    parts = [found[case] for found in pair["coded"]]
-    assert_same(parts, method, graphs, compression=compression)
-
-
-def test_what_clients_told_each_other_is_in_the_checkpoint_of_all_ranks(
-    pair: dict[str, list[Any]],
+@pytest.mark.parametrize("case", range(len(tried.TRANSFORMED)))
+def test_transformed_messages_are_those_of_one_process(
+    pair: dict[str, list[Any]], case: int
 ) -> None:
-    assert_same(pair["resumed"], *tried.CASES[-1], since=2)
+    method, graphs, transforms = tried.TRANSFORMED[case]
+    parts = [found[case] for found in pair["transformed"]]
+    assert_same(parts, method, graphs, transforms=transforms)
+
+
+@pytest.mark.parametrize("case", range(len(tried.RESUMED)))
+def test_what_clients_were_told_had_and_spent_is_in_the_checkpoint_of_all_ranks(
+    pair: dict[str, list[Any]], case: int
+) -> None:
+    method, graphs, transforms = tried.RESUMED[case]
+    parts = [found[case] for found in pair["resumed"]]
+    assert_same(parts, method, graphs, since=2, transforms=transforms)
+
+
+@pytest.mark.parametrize("case", range(len(tried.OVERSPENT)), ids=["update", "dp_sgd"])
+def test_a_budget_ends_all_ranks_with_the_sentence_of_one_process(
+    pair: dict[str, list[Any]], case: int
+) -> None:
+    method = tried.DFEDPGP
+    with pytest.raises(qv.QuiverError) as alone:
+        qv.simulate(
+            tiny_task(),
+            tiny_data(),
+            method=method,
+            topology=AWAY(CLIENTS),
+            training=TRAINING,
+            privacy=tried.OVERSPENT[case],
+            settings=tried.settings(method),
+        )
+    assert "privacy.epsilon_budget" in str(alone.value)
+    assert [found[case] for found in pair["overspent"]] == [str(alone.value)] * 2
 
 
 def same_mixing(found: list[dict[str, torch.Tensor]]) -> None:

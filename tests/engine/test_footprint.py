@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.models import make_model
 from quiverfl.task import Point
+from quiverfl.topologies.view import View
 from small import METHODS, TRAINING, tiny_data, tiny_task
 
 
@@ -108,3 +110,28 @@ def test_room_is_at_least_for_one_and_at_most_for_the_widest() -> None:
     assert room_for(one, 10) == 1
     assert room_for(one, 500) == 6  # 0.8 · 500 = 400, less 100 of states, by 50
     assert room_for(one, 10**9) == 25
+
+
+@pytest.mark.parametrize("sketch", [0, 4, 32])
+def test_what_clients_know_of_each_other_is_counted(sketch: int) -> None:
+    """Against what numpy allocates at most while views follow each other and graphs are chosen."""
+    clients = 200
+    topology = qv.similar_push(clients, 3, sketch=sketch) if sketch else qv.loss_push(clients, 3)
+    looks = topology.looks
+    assert looks is not None
+    telling = np.random.default_rng(0).normal(size=(clients, looks.width)).astype(np.float32)
+    tracemalloc.start()
+    view = View.nothing(looks, clients)
+    graph = topology(0, view)
+    for t in range(2):
+        view = view.after(t, graph, telling)
+        graph = topology(t + 1, view)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.85 * looks.memory(clients) <= peak <= 1.05 * looks.memory(clients)
+    settings = RunSettings(rounds=1)
+    parts = (tiny_task(), tiny_data(), qv.DFedPGP(), TRAINING, settings)
+    more = (
+        predict(*parts, clients=clients, looks=looks).total - predict(*parts, clients=clients).total
+    )
+    assert more == looks.memory(clients)

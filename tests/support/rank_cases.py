@@ -26,6 +26,7 @@ from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.history import History
 from quiverfl.engine.settings import RunSettings
+from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Train
 from quiverfl.topologies.graph import Graph
 from quiverfl.transforms.chosen import Transforms
@@ -40,13 +41,38 @@ CASES = [(method, graphs) for method, choices in METHODS for graphs in choices]
 CASES += [(qv.DFedPGP(shared_epochs=2), graphs) for graphs in LOOKING]
 RINGS = [(method, RING) for method, _ in METHODS]
 EPOCHS = (1, 2, 3, 1, 2, 3)
-CODED = [
-    (qv.DFedPGP(shared_epochs=2), PUSH, qv.Quantize(bits=4)),
-    (qv.OSGP(epochs=1, delay=2), AWAY, qv.TopK(fraction=0.2)),
-    (qv.DFedAvgM(epochs=1), RING, qv.RandomK(fraction=0.2)),
-    (qv.DFedAvgM(epochs=1), lambda m: qv.full(clients=m), qv.Quantize(bits=2)),
+DFEDPGP = qv.DFedPGP(shared_epochs=2)
+TRANSFORMED: list[tuple[Any, Any, dict[str, Any]]] = [
+    (DFEDPGP, PUSH, {"compression": qv.Quantize(bits=4)}),
+    (qv.OSGP(epochs=1, delay=2), AWAY, {"compression": qv.TopK(fraction=0.2)}),
+    (qv.DFedAvgM(epochs=1), RING, {"compression": qv.RandomK(fraction=0.2)}),
+    (qv.DFedAvgM(epochs=1), lambda m: qv.full(clients=m), {"compression": qv.Quantize(bits=2)}),
+    (DFEDPGP, AWAY, {"privacy": qv.UpdatePrivacy()}),
+    (DFEDPGP, AWAY, {"privacy": qv.DPSGD()}),
+    (qv.FedAvg(epochs=1), lambda m: qv.star(clients=m, sampled=3), {"privacy": qv.DPSGD()}),
+    (
+        qv.OSGP(epochs=1, delay=2),
+        AWAY,
+        {"adversary": qv.AddNoise(share=0.34), "privacy": qv.UpdatePrivacy(noise=0.1)},
+    ),
+    (
+        qv.DFedAvgM(epochs=1),
+        RING,
+        {"adversary": qv.ScaledUpdate(share=0.34), "robustness": qv.SelfCenteredClip()},
+    ),
+    (DFEDPGP, PUSH, {"adversary": qv.LabelFlip(share=0.5), "robustness": qv.Balance(gamma=0.4)}),
+    (
+        DFEDPGP,
+        PUSH,
+        {
+            "compression": qv.Quantize(bits=8),
+            "adversary": qv.SignFlip(share=0.34),
+            "robustness": qv.Balance(sketch=10),
+        },
+    ),
 ]
-"""With a remainder, with messages in flight, with replicas, where all rows of P are equal."""
+"""With a remainder, with messages in flight, with replicas, where all rows of P are equal; what
+leaves a client blurred or forged; links that are judged, by models and by sketches."""
 
 
 def counts_epochs(method: Any) -> bool:
@@ -66,7 +92,11 @@ def settings(method: Any, executor: str = "vectorized", dtype: str = "float64") 
 
 
 def simulation(
-    ranks: Ranks, method: Any, topology: Any, chosen: RunSettings, compression: Any = None
+    ranks: Ranks,
+    method: Any,
+    topology: Any,
+    chosen: RunSettings,
+    transforms: dict[str, Any] | None = None,
 ) -> RankSimulation:
     data = tiny_data()
     federation = federation_of(data.train.sizes, data.test.sizes, chosen, ranks.size)
@@ -80,14 +110,14 @@ def simulation(
         topology,
         TRAINING,
         chosen,
-        Transforms(compression),
+        Transforms(**(transforms or {})),
     )
 
 
 def played(
-    ranks: Ranks, method: Any, graphs: Any, *how: str, compression: Any = None
+    ranks: Ranks, method: Any, graphs: Any, *how: str, transforms: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    made = simulation(ranks, method, graphs(CLIENTS), settings(method, *how), compression)
+    made = simulation(ranks, method, graphs(CLIENTS), settings(method, *how), transforms)
     return found_by(made.run())
 
 
@@ -146,11 +176,24 @@ def refused(ranks: Ranks, folder: Path) -> str:
     return ""
 
 
-def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """The last of three rounds after a checkpoint, on a topology that looks."""
-    method, graphs = CASES[-1]
+RESUMED: list[tuple[Any, Any, dict[str, Any]]] = [
+    (*CASES[-1], {}),
+    TRANSFORMED[5],
+    (DFEDPGP, AWAY, {"adversary": qv.ScaledUpdate(share=0.34), "privacy": qv.UpdatePrivacy()}),
+]
+"""On a topology that looks, with samples that were visited, with what clients had before."""
+
+
+def resumed(ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
+    """The last of three rounds after a checkpoint."""
+    return [_resumed(ranks, folder / str(place), *case) for place, case in enumerate(RESUMED)]
+
+
+def _resumed(
+    ranks: Ranks, folder: Path, method: Any, graphs: Any, transforms: dict[str, Any]
+) -> dict[str, Any]:
     chosen = replace(settings(method), checkpoint_every=2)
-    made = simulation(ranks, method, graphs(CLIENTS), chosen)
+    made = simulation(ranks, method, graphs(CLIENTS), chosen, transforms)
     first = ranks.rank == 0
 
     def keep(write: Callable[[Path], Path]) -> None:
@@ -161,12 +204,31 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return found_by(made.run(resume=taken))
 
 
+OVERSPENT = [qv.UpdatePrivacy(epsilon_budget=5.0), qv.DPSGD(epsilon_budget=8.0)]
+
+
+def overspent(ranks: Ranks, folder: Path) -> list[str]:
+    """A budget that only some clients' next release exceeds, and not on every rank."""
+    found = []
+    for privacy in OVERSPENT:
+        chosen = settings(DFEDPGP)
+        made = simulation(ranks, DFEDPGP, AWAY(CLIENTS), chosen, {"privacy": privacy})
+        try:
+            made.run()
+        except QuiverError as error:
+            found.append(str(error))
+    return found
+
+
 WORK: dict[str, Callable[[Ranks, Path], Any]] = {
     "methods": lambda ranks, _: [played(ranks, *case) for case in CASES],
     "rings": lambda ranks, _: [played(ranks, *case) for case in RINGS],
     "sequential": lambda ranks, _: [played(ranks, *case, "sequential") for case in CASES],
     "single": lambda ranks, _: [played(ranks, *case, "sequential", "float32") for case in CASES],
-    "coded": lambda ranks, _: [played(ranks, *c[:2], compression=c[2]) for c in CODED],
+    "transformed": lambda ranks, _: [
+        played(ranks, *case, transforms=transforms) for *case, transforms in TRANSFORMED
+    ],
+    "overspent": overspent,
     "mixed": lambda ranks, _: mixed(ranks),
     "refused": refused,
     "resumed": resumed,

@@ -9,7 +9,7 @@ way and the one before returns. Each rank sends 2 (R - 1) / R² of all messages,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,25 @@ class Columns:
         blocks = cut(flat.shape[1], width, sum(counts) * flat.element_size(), self.ranks.size)
         for block, whole, _ in self._dealt(flat, counts, blocks):
             yield block, whole
+
+    def rows(self, own: Tensor) -> Tensor:
+        """Everybody's rows, in the order of clients."""
+        return self.ranks.rows(own, self.placement.counts)
+
+    def summed(
+        self, flat: Tensor, width: int, work: Callable[[Tensor], Tensor], total: Tensor
+    ) -> Tensor:
+        """`total` + Σ work(all rows of `width` columns): each rank takes some of the columns, and
+        what all found is added up in their order."""
+        for block, whole in self.dealt(flat, width):
+            cuts = block.cuts
+            parts = total.new_zeros(-(-(cuts[-1] - cuts[0]) // width), *total.shape)
+            first = (cuts[self.ranks.rank] - cuts[0]) // width
+            for place, some in enumerate(torch.split(whole, width, 1) if whole.numel() else ()):
+                parts[first + place] = work(some)
+            for part in self.ranks.total(parts):
+                total = total + part
+        return total
 
     @property
     def _here(self) -> int:

@@ -19,6 +19,7 @@ from quiverfl.engine.mixing import NARROWEST
 from quiverfl.engine.settings import RunSettings
 from quiverfl.methods.state import fields_of
 from quiverfl.task import Point
+from quiverfl.transforms.privacy import spent
 
 if TYPE_CHECKING:
     from quiverfl.distributed.rank_shard import RankShard
@@ -45,6 +46,9 @@ class Measures:
             "gradient_shared": None,
             "gradient_personal": None,
         }
+        if shard.context.private is not None:
+            visits = self._all(torch.from_numpy(shard.visits)).numpy()
+            record["epsilon"] = spent(visits, shard.context.private).tolist()
         if settings.evaluates(round):
             shared = next(iter(fields_of(shard.state, "shared").values()), None)
             record["consensus"] = None if shared is None else self._consensus(shared, mass)
@@ -56,20 +60,15 @@ class Measures:
         return self.ranks.rows(own, self.placement.counts)
 
     def _consensus(self, shared: Tensor, mass: Tensor | None) -> float:
-        """Each rank takes some of the chunks of columns; they are added up in their order."""
         width = consensus_width(self.placement.clients, shared.element_size())
-        parts = torch.zeros(-(-shared.shape[1] // width), dtype=torch.float64)
-        for block, whole in self.columns.dealt(shared, width):
-            first = block.cuts[self.ranks.rank] // width
-            for place, z in enumerate(torch.split(whole, width, dim=1) if whole.numel() else ()):
-                if mass is not None:
-                    z = z / mass.to(z.dtype).unsqueeze(1)
-                found = torch.var(z, dim=0, correction=0).sum(dtype=torch.float64)
-                parts[first + place] = float(found)
-        total = 0.0
-        for part in self.ranks.total(parts).tolist():
-            total += part
-        return total
+
+        def apart(z: Tensor) -> Tensor:
+            if mass is not None:
+                z = z / mass.to(z.dtype).unsqueeze(1)
+            return torch.var(z, dim=0, correction=0).sum(dtype=torch.float64)
+
+        nothing = torch.zeros((), dtype=torch.float64)
+        return float(self.columns.summed(shared, width, apart, nothing))
 
     def _gradients(self, shard: RankShard, mass: Tensor | None) -> dict[str, float]:
         """As engine/gradients.py: a group at a time, gathered in the group's order."""

@@ -55,6 +55,10 @@ class Needs:
     """Clients that train at the same time."""
     examples: Integers
     graph: Graph
+    copies: int = 0
+    """Of its message, as they are kept or made on its way."""
+    view: int = 0
+    """What all clients know of each other, which every rank keeps."""
 
     @property
     def clients(self) -> int:
@@ -66,9 +70,9 @@ class Needs:
         blocks = 0 if ranks == 1 else BLOCKS * BLOCK_BYTES
         counts = np.array(placement.counts)
         examples = np.add.reduceat(self.examples, placement.cuts[:-1])
-        states = counts * (self.state + self.kept)
+        states = counts * (self.state + self.copies + self.kept)
         training = np.minimum(counts, self.chunk) * self.training
-        return PROCESS + blocks + int((examples + states + training).max())
+        return PROCESS + self.view + blocks + int((examples + states + training).max())
 
     def traffic(self, ranks: int) -> int:
         """Bytes that a rank sends in a round so that messages are mixed."""
@@ -103,18 +107,22 @@ def needs_of(config: Config) -> Needs:
     shared = next(iter(fields_of(shard.state, "shared").values()), None)
     model = (task.shared_layout.size + task.personal_layout.size) * settings.dtype.itemsize
     train, test = (np.array([len(s) for s in part]) for part in (shares.train, shares.test))
+    message = sum(leaf.nbytes for leaf in shard.outbox().values())
+    topology = topology_for(config, method, shares.clients)
     as_here = replace(alone, threads=alone.threads or torch.get_num_threads())
     each, chunk = in_training(task, data, training, as_here, int(train.max()))
     return Needs(
         work=work_of(train, settings),
         state=sum(leaf.nbytes for leaf in shard.state),
         kept=model if settings.keep_local else 0,
-        message=sum(leaf.nbytes for leaf in shard.outbox().values()),
+        copies=config.transforms().copies * message,
+        message=message,
         shared=0 if shared is None else shared.nbytes,
         training=each,
         chunk=chunk,
         examples=(train + test) * _example(config, dataset),
-        graph=topology_for(config, method, shares.clients)(0),
+        graph=topology(0),
+        view=0 if topology.looks is None else topology.looks.memory(shares.clients),
     )
 
 

@@ -26,6 +26,7 @@ from quiverfl.task import Task
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.view import Looks, View
 from quiverfl.training import Training
+from quiverfl.transforms.privacy import DPSGD, check_budget
 
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
@@ -65,6 +66,7 @@ class RankShard(Shard):
         federation: Federation,
         ranks: Ranks,
         looks: Looks | None = None,
+        private: DPSGD | None = None,
         measured: Measured | None = None,
     ) -> None:
         """`data` is that of this rank's clients alone."""
@@ -81,6 +83,7 @@ class RankShard(Shard):
             replace(settings, epochs_per_client=own),
             clients=here.tolist(),
             looks=looks,
+            private=private,
             measured=measured,
         )
         self._measures = Measures(ranks, federation.placement, Columns(ranks, federation.placement))
@@ -111,8 +114,10 @@ class RankShard(Shard):
     def train(self, round: int, active: Flags, share: float | None = None) -> None:
         self._chosen = np.flatnonzero(active)
         share = float(active.mean()) if share is None else share
-        own = super().train
-        self._ranks.together(lambda: own(round, active[self.ids], share))
+        self._ranks.together(lambda: self._train(round, active[self.ids], share))
+        if self.context.private is not None:
+            visits = self._gathered(torch.from_numpy(self.visits)).numpy()
+            check_budget(visits, self.context.private, round, np.arange(self.everybody))
 
     def hear(self, round: int, graph: Graph) -> Record:
         if self.sight is None:

@@ -27,7 +27,7 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.transformed import check_transforms, transformed_exchange
+from quiverfl.engine.transformed import check_transforms, trained_on, transformed_exchange
 from quiverfl.engine.trials import Trial
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method
@@ -35,6 +35,7 @@ from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
 from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms.privacy import DPSGD
 
 Integers = npt.NDArray[np.int64]
 Kept = Callable[[Callable[[Path], Path]], None]
@@ -75,11 +76,6 @@ class RankSimulation:
             self.settings,
             self.placement.clients,
         )
-        for section in self.transforms.record():
-            if section != "compression":
-                raise QuiverError(
-                    f"[{section}] is for one process as yet: leave --ranks out, or the section."
-                )
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
@@ -101,14 +97,13 @@ class RankSimulation:
         ):
             measured, settings = self._agreed(None if resume is None else resume.measured)
             shard = ranks.together(lambda: self._shard(settings, measured))
-            columns = Columns(ranks, self.placement)
             exchange = transformed_exchange(
                 self.transforms,
                 self.method,
                 self.topology,
                 settings,
                 shard.outbox,
-                columns.mix,
+                Columns(ranks, self.placement),
                 shard.ids,
             )
             checkpoints = GatheredCheckpoints(ranks, self.placement)
@@ -175,15 +170,17 @@ class RankSimulation:
         return measure(self.task, examples, self.training, settings, trial)
 
     def _shard(self, settings: RunSettings, measured: Measured | None = None) -> RankShard:
+        private, here = self.transforms.privacy, self.placement.on(self.ranks.rank)
         return RankShard(
             self.task,
-            self.data,
+            trained_on(self.transforms, self.data, settings.seed, here, self.placement.clients),
             self.method,
             self.training,
             settings,
             self.federation,
             self.ranks,
             self.topology.looks,
+            private if isinstance(private, DPSGD) else None,
             measured,
         )
 

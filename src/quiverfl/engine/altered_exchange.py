@@ -1,54 +1,28 @@
-"""What leaves a client is not always what its method says: it is forged, or blurred for privacy.
-
-Both start from what the client had when the round began, which is what it received last: a function
-of messages that others have seen. Who neither sends nor receives has nothing altered, and what it
-learns meanwhile is part of the update that it sends when it is back.
-"""
+"""An exchange of messages that are altered before they leave: forged, or blurred for privacy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from quiverfl.engine.alterations import Alterations, Flags
 from quiverfl.engine.exchange import Exchange
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import downloads, uploads
-from quiverfl.transforms.adversary import Adversary
-from quiverfl.transforms.noise import Noise
-from quiverfl.transforms.privacy import UpdatePrivacy, check_budget, spent
 
 Integers = npt.NDArray[np.int64]
-Alter = Callable[[Message, Message, str | None, Noise], Message]
 
 
 class AlteredExchange:
     """Wraps the exchange that moves what was altered; `ids` are the clients of the rows here."""
 
-    def __init__(
-        self,
-        inner: Exchange,
-        adversary: Adversary | None,
-        privacy: UpdatePrivacy | None,
-        attackers: Integers,
-        seed: int,
-        ids: Integers,
-        mass: str | None,
-        first: Message,
-    ) -> None:
-        """`first` is what clients would have sent before they trained at all."""
-        self._inner, self._seed = inner, seed
-        self._adversary, self._privacy = adversary, privacy
-        self._ids, self._mass = ids, mass
-        self._attack: npt.NDArray[np.bool_] = np.isin(ids, attackers)
-        self._before = {n: x.clone() for n, x in first.items() if n != mass}
-        self._there: npt.NDArray[np.bool_] = np.ones(len(ids), dtype=bool)
-        self._releases: Integers = np.zeros(len(ids), dtype=np.int64)
+    def __init__(self, inner: Exchange, alterations: Alterations, ids: Integers) -> None:
+        self._inner, self._alterations, self._ids = inner, alterations, ids
+        self._there: Flags = np.ones(len(ids), dtype=bool)
 
     def senders(self, graph: Graph) -> None:
         """Everybody's: a client that does not send keeps what it has."""
@@ -59,54 +33,19 @@ class AlteredExchange:
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         sends = uploads(graph)[self._ids] > 0
         self._there = sends | (downloads(graph)[self._ids] > 0)
-        if self._adversary is not None:
-            self._alter(outbox, sends & self._attack, round, "adversary", self._adversary.forged)
-        if self._privacy is not None:
-            # What one that only receives adds to its own is not to be known either.
-            honest = self._there & ~self._attack
-            self._spend(self._privacy, round, honest)
-            self._alter(outbox, honest, round, "privacy", self._privacy.released)
+        self._alterations.alter(round, outbox, sends, self._there)
         self._inner.push(round, graph, outbox)
-
-    def _spend(self, privacy: UpdatePrivacy, round: int, sends: Any) -> None:
-        """Count this round's releases, unless one of them would cost more than the budget."""
-        after = self._releases + sends
-        check_budget(after, privacy, round, self._ids)
-        self._releases = after
-
-    def _alter(self, outbox: Message, chosen: Any, round: int, why: str, alter: Alter) -> None:
-        rows = np.flatnonzero(chosen)
-        if not len(rows):
-            return
-        index = torch.from_numpy(rows)
-        noise = Noise(self._seed, why, round, self._ids[rows])
-        sent = {name: leaf[index] for name, leaf in outbox.items()}
-        before = {name: leaf[index] for name, leaf in self._before.items()}
-        for name, leaf in alter(sent, before, self._mass, noise).items():
-            outbox[name][index] = leaf
 
     def collect(self, round: int) -> Message:
         mixed = self._inner.collect(round)
-        there = torch.from_numpy(np.flatnonzero(self._there))
-        for name, leaf in self._before.items():
-            leaf[there] = mixed[name][there]
+        self._alterations.received(mixed, self._there)
         return mixed
 
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
-        record = self._inner.traffic(graph, payload)
-        if self._privacy is not None:
-            record["epsilon"] = spent(self._releases, self._privacy).tolist()
-        return record
+        return {**self._inner.traffic(graph, payload), **self._alterations.record()}
 
     def in_flight(self) -> dict[str, Tensor]:
-        kept = {f"before/{name}": leaf for name, leaf in self._before.items()}
-        kept["before//releases"] = torch.from_numpy(self._releases)
-        return {**self._inner.in_flight(), **kept}
+        return {**self._inner.in_flight(), **self._alterations.tensors()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        own = {name for name in tensors if name.startswith("before/")}
-        self._releases = tensors["before//releases"].cpu().numpy()
-        own.discard("before//releases")
-        tensors = {n: x for n, x in tensors.items() if n != "before//releases"}
-        self._before = {name.removeprefix("before/"): tensors[name] for name in own}
-        self._inner.restore({n: x for n, x in tensors.items() if n not in own})
+        self._inner.restore(self._alterations.restore(tensors))

@@ -22,6 +22,7 @@ from quiverfl.engine.trials import Trial
 from quiverfl.engine.workers import MOST
 from quiverfl.methods.contract import Method, Start
 from quiverfl.task import Point, Task
+from quiverfl.topologies.view import Looks
 from quiverfl.training import Training
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.trees import Tree, first_leaf, leaves, mapped
@@ -58,10 +59,12 @@ class Footprint:
     """In training: activations of a batch, a copy of the model to step, gradient, momentum."""
     chunk: int
     """Clients that are in training at once."""
+    view: int = 0
+    """What clients know of each other where the topology looks; never on a device."""
 
     @property
     def total(self) -> int:
-        return self.states + self.kept + self.data + self.per_client * self.chunk
+        return self.states + self.kept + self.data + self.per_client * self.chunk + self.view
 
 
 def predict(
@@ -72,8 +75,12 @@ def predict(
     settings: RunSettings,
     clients: int | None = None,
     transforms: Transforms = PLAIN,
+    looks: Looks | None = None,
 ) -> Footprint:
-    """What a run of this needs on the device it computes on; for fewer `clients` if given."""
+    """What a run of this needs on the device it computes on; for fewer `clients` if given.
+
+    `looks` is what its topology looks at, if it does.
+    """
     count = data.clients if clients is None else clients
     share = count / data.clients
     size = torch.empty((), dtype=settings.dtype).element_size()
@@ -85,6 +92,7 @@ def predict(
         data=int(share * (_bytes(data.train) + _bytes(data.test))),
         per_client=per_client,
         chunk=min(count, widest),
+        view=0 if looks is None else looks.memory(count),
     )
 
 

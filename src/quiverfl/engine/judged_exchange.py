@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.engine.accounting import traffic
+from quiverfl.engine.everyone import HERE, Everyone
 from quiverfl.engine.exchange import Exchange
 from quiverfl.methods.contract import Message
 from quiverfl.seeds import hashed
@@ -23,16 +25,22 @@ COLUMNS = 4096
 
 
 class JudgedExchange:
-    """Wraps the exchange that moves what was taken. All clients are in one place.
+    """Wraps the exchange that moves what was taken.
 
     With a sketch, random projections go ahead of the messages, and refused messages are not sent.
     """
 
     def __init__(
-        self, inner: Exchange, rule: Robustness, seed: int, rounds: int, mass: str | None
+        self,
+        inner: Exchange,
+        rule: Robustness,
+        seed: int,
+        rounds: int,
+        mass: str | None,
+        everyone: Everyone = HERE,
     ) -> None:
         self._inner, self._rule, self._seed = inner, rule, seed
-        self._rounds, self._mass = rounds, mass
+        self._rounds, self._mass, self._everyone = rounds, mass, everyone
         self._carried: Graph | None = None
 
     def senders(self, graph: Graph) -> None:
@@ -43,9 +51,8 @@ class JudgedExchange:
 
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
         receivers, senders = across(graph)
-        models = self._models(outbox)
-        distances = np.sqrt(_squares(models, receivers, senders))
-        norms = np.sqrt(_squares(models))
+        squares = np.sqrt(self._squares(outbox, graph))
+        distances, norms = squares[: len(receivers)], squares[len(receivers) :]
         seen = Seen(
             receivers,
             distances,
@@ -57,18 +64,32 @@ class JudgedExchange:
         self._carried = judged(graph, factors)
         self._inner.push(round, self._carried, _finite(outbox))
 
-    def _models(self, outbox: Message) -> list[Tensor]:
-        """Every client's model as others see it, whole or as a sketch."""
+    def _squares(self, outbox: Message, graph: Graph) -> Floats:
+        """‖z_j - z_i‖² of every link, then ‖z_i‖² of every client; of sketches if they go ahead."""
         mass = None if self._mass is None else outbox[self._mass]
-        models = []
+        masses = None if mass is None else self._everyone.rows(mass)
+        receivers, senders = (torch.from_numpy(at) for at in across(graph))
+
+        def squares(z: Tensor) -> Tensor:
+            parts = (z[senders] - z[receivers], z)
+            return torch.cat([p.to(torch.float64).square().sum(dim=1) for p in parts]).cpu()
+
+        def of_messages(columns: Tensor) -> Tensor:
+            return squares(_models(columns, masses))
+
+        size = self._rule.sketch
+        total = torch.zeros(len(receivers) + graph.clients, dtype=torch.float64)
         for name, leaf in outbox.items():
+            flat = leaf.reshape(len(leaf), math.prod(leaf.shape[1:]))
             if name == self._mass:
                 continue
-            flat = leaf.reshape(len(leaf), -1)
-            z = flat if mass is None else flat / mass.to(flat.dtype).unsqueeze(1)
-            size = self._rule.sketch
-            models.append(z if size is None else sketched(z, size, self._seed, name))
-        return models
+            if size is None:
+                total = self._everyone.summed(flat, COLUMNS, of_messages, total)
+                continue
+            sketch = sketched(_models(flat, mass), size, self._seed, name)
+            total = HERE.summed(self._everyone.rows(sketch), COLUMNS, squares, total)
+        found: Floats = total.numpy()
+        return found
 
     def collect(self, round: int) -> Message:
         return self._inner.collect(round)
@@ -103,17 +124,8 @@ def sketched(rows: Tensor, size: int, seed: int, name: str) -> Tensor:
     return result.index_add_(1, places.to(rows.device), rows * signs.to(rows))
 
 
-def _squares(
-    models: list[Tensor], receivers: Integers | None = None, senders: Integers | None = None
-) -> Floats:
-    """Squared norms of the rows, or of the differences along links."""
-    first, second = (None if at is None else torch.from_numpy(at) for at in (receivers, senders))
-    total: Any = 0.0
-    for rows in models:
-        for chunk in torch.split(rows, COLUMNS, dim=1):
-            part = chunk if first is None else chunk[second] - chunk[first]
-            total = total + part.to(torch.float64).square().sum(dim=1).cpu().numpy()
-    return np.asarray(total)
+def _models(rows: Tensor, mass: Tensor | None) -> Tensor:
+    return rows if mass is None else rows / mass.to(rows.dtype).unsqueeze(1)
 
 
 def _finite(outbox: Message) -> Message:

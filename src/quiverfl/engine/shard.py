@@ -149,8 +149,12 @@ class Shard:
 
         `share` of all clients train in this round: of the rows here, unless it is given.
         """
+        self._train(round, active, float(active.mean()) if share is None else share)
+        if self.context.private is not None:
+            check_budget(self.visits, self.context.private, round, self.ids)
+
+    def _train(self, round: int, active: Flags, share: float) -> None:
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
-        share = float(active.mean()) if share is None else share
 
         def work(group: Group) -> None:
             state = self.visiting(self.rows(group.rows))
@@ -164,8 +168,6 @@ class Shard:
             self.local.forget(group.rows)
 
         self._side_by_side(work, self.groups(np.flatnonzero(active)))
-        if self.context.private is not None:
-            check_budget(self.visits, self.context.private, round, self.ids)
         if active.any():
             gradients_without_rate(self.method, self._phases, self._once.rate_was_read)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +12,16 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.alterations import Alterations
 from quiverfl.engine.altered_exchange import AlteredExchange
 from quiverfl.engine.coded_exchange import CodedExchange, is_fixed
+from quiverfl.engine.everyone import HERE, Everyone
 from quiverfl.engine.exchange import Exchange, MatrixExchange
 from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
-from quiverfl.engine.mixing import mix
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.share_exchange import exchange_for
+from quiverfl.engine.share_exchange import ShareExchange
+from quiverfl.engine.splitting import LOOKED_AT, splitting
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.methods.contract import Interleaved, Message, Method, Once
@@ -30,9 +31,11 @@ from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.adversary import ForgedMass, attackers
 from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms.coding import Coding
 from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.dither import BLOCK
-from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
+from quiverfl.transforms.privacy import DPSGD
+from quiverfl.transforms.robustness import SelfCenteredClip
 
 Integers = npt.NDArray[np.int64]
 
@@ -43,20 +46,55 @@ def transformed_exchange(
     topology: Topology,
     settings: RunSettings,
     first: Callable[[], Message] = dict,
-    product: Any = mix,
+    everyone: Everyone = HERE,
     rows: Integers | None = None,
 ) -> Exchange:
     """Who mixes, as `MatrixExchange` says it, with what is done to messages before and after.
 
     `first` gives what clients would send before they train. `rows` are the clients that are here,
-    if not all are, and `product` has the others' messages brought.
+    if not all are, and `everyone` asks the others.
     """
-    alone = rows is None
     ids = np.arange(topology.clients) if rows is None else rows
+    if settings.arithmetic == "peers":
+        made = _as_peers_do(transforms, method, topology, settings)
+    else:
+        made = _mixing(transforms, method, topology, settings, everyone, rows)
+    if Alterations.asked_for(transforms):
+        apart = settings.arithmetic == "peers"
+        altered = Alterations(
+            transforms, settings.seed, ids, topology.clients, method.mass, first(), everyone, apart
+        )
+        made = AlteredExchange(made, altered, ids)
+    return made
+
+
+def _as_peers_do(
+    transforms: Transforms, method: Method, topology: Topology, settings: RunSettings
+) -> Exchange:
+    compression = transforms.compression
+    return ShareExchange(
+        method.mass,
+        splitting(method, topology, settings.rounds),
+        settings.rounds,
+        None if compression is None else Coding(compression, settings.seed),
+        transforms.robustness,
+    )
+
+
+def _mixing(
+    transforms: Transforms,
+    method: Method,
+    topology: Topology,
+    settings: RunSettings,
+    everyone: Everyone,
+    rows: Integers | None,
+) -> Exchange:
+    alone = rows is None
     if alone and transforms == PLAIN:
-        return exchange_for(method, topology, settings)
+        return MatrixExchange(method.delay)
+    ids = np.arange(topology.clients) if rows is None else rows
     coded = transforms.compression is not None
-    chosen = partial(product, multiple=BLOCK) if coded else product
+    chosen = partial(everyone.mix, multiple=BLOCK) if coded else everyone.mix
     made: Exchange = MatrixExchange(method.delay, chosen, rows)
     if transforms.compression is not None:
         assert isinstance(made, MatrixExchange)
@@ -67,26 +105,22 @@ def transformed_exchange(
         )
     if transforms.robustness is not None:
         made = JudgedExchange(
-            made, transforms.robustness, settings.seed, settings.rounds, method.mass
-        )
-    blurred = transforms.privacy if isinstance(transforms.privacy, UpdatePrivacy) else None
-    if transforms.adversary is not None or blurred is not None:
-        who = attackers(transforms.adversary, settings.seed, topology.clients)
-        made = AlteredExchange(
-            made,
-            transforms.adversary,
-            blurred,
-            who,
-            settings.seed,
-            ids,
-            method.mass,
-            first(),
+            made, transforms.robustness, settings.seed, settings.rounds, method.mass, everyone
         )
     return made
 
 
-def trained_on(transforms: Transforms, data: FederatedData, seed: int) -> FederatedData:
-    """The data with the labels that attackers train on; honest clients and tests are as given."""
+def trained_on(
+    transforms: Transforms,
+    data: FederatedData,
+    seed: int,
+    ids: Integers | None = None,
+    clients: int | None = None,
+) -> FederatedData:
+    """The data with the labels that attackers train on; honest clients and tests are as given.
+
+    `ids` are the clients of the data, of so many `clients`, if these are not all of them.
+    """
     if transforms.adversary is None or not transforms.adversary.flips_labels:
         return data
     labels = data.train.y
@@ -96,8 +130,11 @@ def trained_on(transforms: Transforms, data: FederatedData, seed: int) -> Federa
             "another attack."
         )
     flipped = labels.clone()
-    for client in attackers(transforms.adversary, seed, data.clients):
-        rows = slice(int(data.train.offsets[client]), int(data.train.offsets[client + 1]))
+    own = np.arange(data.clients) if ids is None else ids
+    for row in np.flatnonzero(
+        np.isin(own, attackers(transforms.adversary, seed, clients or len(own)))
+    ):
+        rows = slice(int(data.train.offsets[row]), int(data.train.offsets[row + 1]))
         flipped[rows] = data.classes - 1 - labels[rows]
     return replace(data, train=replace(data.train, y=flipped))
 
@@ -121,11 +158,6 @@ def check_transforms(
     settings: RunSettings,
 ) -> None:
     """Refuse what would not mean anything, before anything is computed or written."""
-    if transforms != PLAIN and settings.arithmetic == "peers":
-        raise QuiverError(
-            'run.arithmetic = "peers" computes what peers do, and peers send whole messages as '
-            f"yet: leave it out, or the section [{next(iter(transforms.record()))}]."
-        )
     inside = {"privacy"} if isinstance(transforms.privacy, DPSGD) else set()
     for section in transforms.record().keys() - inside:
         _check_message(section, task, data, method, topology, settings)
@@ -143,6 +175,8 @@ def check_transforms(
             )
     if isinstance(transforms.privacy, DPSGD):
         _check_phases(task, method)
+    if settings.arithmetic == "peers":
+        _check_peers(transforms, method, topology, settings)
     if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
         raise QuiverError(
             f'adversary.name = "forged_mass": {method.title} carries no push-sum mass to forge; '
@@ -225,6 +259,54 @@ def _check_compression(
         )
     if keeps_replicas(transforms, method, topology, settings.rounds):
         _check_replicas(method, topology, settings)
+
+
+def _check_peers(
+    transforms: Transforms, method: Method, topology: Topology, settings: RunSettings
+) -> None:
+    """What peers cannot do, and so no simulation of them."""
+    rule, compression = transforms.robustness, transforms.compression
+    if keeps_replicas(transforms, method, topology, settings.rounds):
+        raise QuiverError(
+            f"compression with {method.title} over {topology.name}: differences to replicas "
+            "(CHOCO-SGD) would be sent, and peers keep none: a neighbour that is late or passed "
+            "over would follow another replica than the others. Set compression.feedback = "
+            '"remainder": what is not sent stays with its sender.'
+        )
+    if isinstance(transforms.adversary, ForgedMass):
+        raise QuiverError(
+            'adversary.name = "forged_mass": peers count mass in signed books, and nobody can '
+            "claim another; choose another attack."
+        )
+    if rule is not None and compression is not None:
+        raise QuiverError(
+            f"robustness.name = {rule.name!r} with [compression]: of its own model a peer has "
+            "only what it did not send, with which nothing can be compared. Leave one of them out."
+        )
+    if rule is not None and rule.sketch is not None:
+        raise QuiverError(
+            f"robustness.sketch = {rule.sketch}: peers send no sketch ahead, they judge the "
+            "message itself. Leave sketch out."
+        )
+    if rule is not None:
+        _check_weights(topology, settings.rounds)
+    shares = splitting(method, topology, settings.rounds) == "shares"
+    if isinstance(rule, SelfCenteredClip) and shares:
+        raise QuiverError(
+            'robustness.name = "clip" takes a part of a share, and a peer gives a share back whole '
+            'or not at all. Use "balance" or "norm", or random_pull, where copies are weighed.'
+        )
+
+
+def _check_weights(topology: Topology, rounds: int) -> None:
+    """Whoever gives everything away has no model to compare others' with."""
+    for round in range(min(max(1, rounds), LOOKED_AT)):
+        if (topology(round).sparse.diagonal() <= 0).any():
+            raise QuiverError(
+                f"robustness: in round {round} of {topology.name} a client keeps nothing of its "
+                "own model, with which others' could be compared: give everyone a weight of its "
+                "own."
+            )
 
 
 def _check_leaves(section: str, task: Task, method: Method, message: dict[str, Tensor]) -> None:

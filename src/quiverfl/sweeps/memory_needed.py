@@ -38,6 +38,7 @@ def _needed(cell: Cell, shelf: DataShelf) -> int | None:
             one.training,
             one.settings,
             transforms=one.transforms,
+            looks=one.topology.looks,
         )
     except Exception:  # data or code that is not here: the cell itself will say it
         return None

@@ -61,6 +61,14 @@ class Looks:
     def bytes(self) -> int:
         return 4 * self.width
 
+    def memory(self, clients: int) -> int:
+        """Bytes of what so many clients know of each other, while a graph is chosen by it.
+
+        Four for every number told and eight for when and how often, as they are kept; eight for
+        every number and its square as scores are computed of them, and three tables of scores.
+        """
+        return clients**2 * (20 * self.width + 32)
+
 
 @dataclass(frozen=True, eq=False)
 class View:

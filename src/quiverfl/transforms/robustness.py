@@ -97,7 +97,10 @@ class Balance:
 
 @dataclass(frozen=True)
 class NormBound:
-    """Takes a model whose norm is at most `factor` times one's own: the outlier rule of peers."""
+    """Takes a model whose norm is at most `factor` times one's own.
+
+    It is also the rule by which peers tell outliers (peers.outlier), each for itself.
+    """
 
     factor: Positive = 10.0
 
@@ -108,12 +111,11 @@ class NormBound:
         check_options(self, "robustness")
 
     def factors(self, seen: Seen) -> Floats:
-        return np.asarray(within(seen.theirs, seen.own, self.factor), dtype=np.float64)
+        return np.asarray(self.takes(seen.theirs, seen.own), dtype=np.float64)
 
-
-def within(theirs: Any, own: Any, factor: float) -> Any:
-    """Whether a norm, or every one of many, is no outlier beside one's own."""
-    return ~np.greater(theirs, factor * np.asarray(own))
+    def takes(self, theirs: Any, own: Any) -> Any:
+        """Whether a norm, or every one of many, is no outlier beside one's own."""
+        return ~np.greater(theirs, self.factor * np.asarray(own))
 
 
 def judged(graph: Graph, factors: Floats) -> Graph:
