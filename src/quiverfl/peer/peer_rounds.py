@@ -56,7 +56,8 @@ async def _round(peer: Participant, t: int) -> None:
     check_split("copies" if peer.settings.copies else "shares", graph, t)
     active, share = bool(graph.active[peer.number]), float(graph.active.mean())
     line: dict[str, Any] = {"round": t, "active": int(active)}
-    if not peer.transactions.accounts.pushed:
+    resumed = peer.transactions.accounts.pushed  # cut off before; it may have taken some already
+    if not resumed:
         peer.state = "training"
         keep = t + 1 < peer.settings.rounds and not peer.topology(t + 1).active[peer.number]
         await peer.off_loop(peer.learner.train, t, active, share, active and bool(keep))
@@ -74,7 +75,8 @@ async def _round(peer: Participant, t: int) -> None:
         await _breathe(peer, t)
     if peer.stopping:
         return
-    up_to = t if sync and not _left_behind(peer, t, expected) else None
+    in_step = sync and (resumed or not _left_behind(peer, t, expected))
+    up_to = t if in_step else None
     if sync and peer.settings.rule is not None and not peer.settings.copies:
         await _settle(peer, up_to)
         if peer.stopping:
@@ -153,12 +155,12 @@ def _left_behind(peer: Participant, t: int, expected: set[str]) -> bool:
     """Whether the others have let a deadline pass, and are in later rounds than this one.
 
     Links keep their order, so a later share comes in place of one that this round was promised,
-    unless that was taken or refused before. Then everything is taken at once: who kept later shares
-    for later rounds would go on giving mass away and get none until it has caught up.
+    unless that was refused. Then everything is taken at once: who kept later shares for later
+    rounds would go on giving mass away and get none until it has caught up.
     """
     staged = peer.receiver.staged
     later = {p for p in expected & set(staged) if staged[p].transfer.round > t}
-    return bool(later and later - peer.store.senders_in(t))
+    return bool(later - peer.receiver.refused_senders())
 
 
 async def _settle(peer: Participant, up_to: int | None) -> None:

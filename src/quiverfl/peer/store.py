@@ -187,12 +187,6 @@ class Store:
             found = self._rows("SELECT DISTINCT sender FROM received WHERE round >= ?", round)
         return {row[0] for row in found}
 
-    def senders_in(self, round: int) -> set[str]:
-        """Whose shares of this very round were taken or refused."""
-        with self._one_at_a_time:
-            found = self._rows("SELECT DISTINCT sender FROM received WHERE round = ?", round)
-        return {row[0] for row in found}
-
     # Commits
 
     def note(self, key: str, value: str) -> None:
