@@ -2,7 +2,8 @@
 
 Both start from what the client had when the round began, which is what it received last: a function
 of messages that others have seen. Who neither sends nor receives has nothing altered, and what it
-learns meanwhile is part of the update that it sends when it is back.
+learns meanwhile is part of the update that it sends when it is back. An attacker deceives others,
+not itself: what it keeps of its own message, and what is refused and comes home, is honest.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from quiverfl.engine.exchange import Exchange
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import downloads, uploads
-from quiverfl.transforms.adversary import Adversary
+from quiverfl.transforms.adversary import Adaptive, Adversary
 from quiverfl.transforms.noise import Noise
 from quiverfl.transforms.privacy import UpdatePrivacy, check_budget, spent
+from quiverfl.transforms.robustness import Robustness
 
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Alter = Callable[[Message, Message, str | None, Noise], Message]
 
@@ -42,11 +45,18 @@ class AlteredExchange:
         mass: str | None,
         first: Message,
         everyone: Everyone = HERE,
+        rule: Robustness | None = None,
+        rounds: int = 1,
     ) -> None:
-        """`first` is what clients would have sent before they trained at all."""
+        """`first` is what clients would have sent before they trained at all. `rule` is what an
+        attacker that adapts knows of the receivers."""
         self._inner, self._seed = inner, seed
         self._adversary, self._privacy = adversary, privacy
         self._ids, self._mass, self._everyone = ids, mass, everyone
+        self._rule, self._rounds = rule, rounds
+        self._lies: Message = {}
+        """The attackers' own messages less what they sent in their place."""
+        self._liars = np.zeros(0, dtype=np.int64)
         self._attack: npt.NDArray[np.bool_] = np.isin(ids, attackers)
         self._before = {n: x.clone() for n, x in first.items() if n != mass}
         self._there: npt.NDArray[np.bool_] = np.ones(len(ids), dtype=bool)
@@ -62,13 +72,23 @@ class AlteredExchange:
         sends = uploads(graph)[self._ids] > 0
         self._there = sends | (downloads(graph)[self._ids] > 0)
         if self._adversary is not None:
-            self._alter(outbox, sends & self._attack, round, "adversary", self._adversary.forged)
+            self._forge(self._adversary, outbox, sends & self._attack, round)
         if self._privacy is not None:
             # What one that only receives adds to its own is not to be known either.
             honest = self._there & ~self._attack
             self._spend(self._privacy, round, honest)
             self._alter(outbox, honest, round, "privacy", self._privacy.released)
         self._inner.push(round, graph, outbox)
+
+    def _forge(self, adversary: Adversary, outbox: Message, chosen: Any, round: int) -> None:
+        forged: Alter = adversary.forged
+        if isinstance(adversary, Adaptive):
+            forged = adversary.against(self._rule, round / max(1, self._rounds)).forged
+        self._liars = np.flatnonzero(chosen)
+        index = torch.from_numpy(self._liars)
+        honest = {name: leaf[index] for name, leaf in outbox.items()}
+        self._alter(outbox, chosen, round, "adversary", forged)
+        self._lies = {name: leaf.sub_(outbox[name][index]) for name, leaf in honest.items()}
 
     def _spend(self, privacy: UpdatePrivacy, round: int, sends: Any) -> None:
         """Count this round's releases, unless one of them would cost more than the budget."""
@@ -94,10 +114,21 @@ class AlteredExchange:
 
     def collect(self, round: int) -> Message:
         mixed = self._inner.collect(round)
+        if len(self._liars):
+            index = torch.from_numpy(self._liars)
+            kept = torch.from_numpy(self._inner.kept()[self._ids[self._liars]])
+            for name, lie in self._lies.items():
+                share = kept.to(lie).view(-1, *(1 for _ in lie.shape[1:]))
+                mixed[name] = mixed[name].contiguous()  # one row may stand for all
+                mixed[name][index] += share * lie
+        self._lies = {}
         there = torch.from_numpy(np.flatnonzero(self._there))
         for name, leaf in self._before.items():
             leaf[there] = mixed[name][there]
         return mixed
+
+    def kept(self) -> Floats:
+        return self._inner.kept()
 
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         record = self._inner.traffic(graph, payload)

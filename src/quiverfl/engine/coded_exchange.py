@@ -28,6 +28,7 @@ from quiverfl.topologies.topology import Topology, uploads
 from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.dither import BLOCK, Dither, Draws
 
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
@@ -66,6 +67,9 @@ class CodedExchange:
             if name != self._mass:
                 saved += numbers * element - self._compression.bytes_of(numbers, element)
         return np.where(payload > 0, payload - saved, 0)
+
+    def kept(self) -> Floats:
+        return self._inner.kept()
 
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         return self._inner.traffic(graph, payload)

@@ -94,6 +94,9 @@ class JudgedExchange:
     def collect(self, round: int) -> Message:
         return self._inner.collect(round)
 
+    def kept(self) -> Floats:
+        return self._inner.kept()
+
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         """Models travel on all links, or with a sketch on those that take something."""
         size = self._rule.sketch

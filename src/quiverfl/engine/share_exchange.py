@@ -32,6 +32,7 @@ from quiverfl.methods.contract import Message, Method
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology
 
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
@@ -50,6 +51,7 @@ class ShareExchange:
         self._units: list[int] = []
         """Of every client, where the method carries no mass itself."""
         self._mixed: Message = {}
+        self._graph: Graph | None = None
 
     def senders(self, graph: Graph) -> Integers | None:
         return None
@@ -60,7 +62,13 @@ class ShareExchange:
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         return traffic(graph, payload)
 
+    def kept(self) -> Floats:
+        assert self._graph is not None
+        found: Floats = self._graph.sparse.diagonal()
+        return found
+
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
+        self._graph = graph
         check_split(self._split, graph, round)
         sent = [_of(outbox, client, self._mass) for client in range(graph.clients)]
         masses = None if self._mass is None else outbox.get(self._mass)

@@ -27,7 +27,7 @@ from quiverfl.methods.optional import Weighs
 from quiverfl.methods.state import replicated
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
-from quiverfl.transforms.adversary import ForgedMass, attackers
+from quiverfl.transforms.adversary import Adaptive, ForgedMass, attackers
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.dither import BLOCK
@@ -81,6 +81,8 @@ def transformed_exchange(
             method.mass,
             first(),
             everyone,
+            transforms.robustness,
+            settings.rounds,
         )
     return made
 
@@ -155,6 +157,8 @@ def check_transforms(
             )
     if isinstance(transforms.privacy, DPSGD):
         _check_phases(task, method)
+    if isinstance(transforms.adversary, Adaptive):
+        transforms.adversary.against(transforms.robustness, 0.0)
     if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
         raise QuiverError(
             f'adversary.name = "forged_mass": {method.title} carries no push-sum mass to forge; '

@@ -45,6 +45,10 @@ class Robustness(Protocol):
     def factors(self, seen: Seen) -> Floats:
         """The part of every link's share that is taken, in [0, 1]."""
 
+    def reach(self, progress: float) -> float | None:
+        """How far a model may be from a receiver's own and is taken whole, as a multiple of the
+        norm of that; None where no such bound is known. An attacker that adapts goes by it."""
+
 
 @dataclass(frozen=True)
 class SelfCenteredClip:
@@ -71,6 +75,9 @@ class SelfCenteredClip:
         found: Floats = np.minimum(1.0, radii / np.maximum(seen.distances, 1e-300))
         return found
 
+    def reach(self, progress: float) -> None:
+        """What is near depends on the others."""
+
 
 @dataclass(frozen=True)
 class Balance:
@@ -91,8 +98,10 @@ class Balance:
         check_options(self, "robustness")
 
     def factors(self, seen: Seen) -> Floats:
-        bound = self.gamma * math.exp(-self.kappa * seen.progress) * seen.own
-        return (seen.distances <= bound).astype(np.float64)
+        return (seen.distances <= self.reach(seen.progress) * seen.own).astype(np.float64)
+
+    def reach(self, progress: float) -> float:
+        return self.gamma * math.exp(-self.kappa * progress)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,9 @@ class NormBound:
 
     def factors(self, seen: Seen) -> Floats:
         return np.asarray(within(seen.theirs, seen.own, self.factor), dtype=np.float64)
+
+    def reach(self, progress: float) -> float:
+        return max(0.0, self.factor - 1)
 
 
 def within(theirs: Any, own: Any, factor: float) -> Any:
