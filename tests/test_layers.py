@@ -13,7 +13,7 @@ import quiverfl
 ROOT = Path(quiverfl.__file__).parent
 
 LAYERS = [
-    {"errors", "memory", "card"},
+    {"errors", "memory", "card", "field_texts"},
     {"durable", "bundled", "locks", "extras", "references", "experiment_keys", "provenance"},
     {"seeds", "trees", "training"},
     {"objectives"},

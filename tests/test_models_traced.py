@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import quiverfl as qv
 from quiverfl.cli.main import app
 from quiverfl.models.traced import write_traced
+from shell import quiver
 
 
 def sample(model: str) -> tuple[nn.Module, torch.Tensor]:
@@ -118,3 +120,64 @@ def test_the_tensors_are_there_though_the_program_cannot_be(
         list(export_client(RunFolder(Path("odd")), 0, "mixed", out, ["program"]))
     assert out.exists()
     assert not Path("odd.pt2").exists()
+
+
+NETS = """
+import torch
+from torch import nn
+
+class Lstm(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.body = nn.LSTM(shape[1], 6, batch_first=True)
+        self.head = nn.Linear(6, classes)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0][:, -1])
+
+class Transformer(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(shape[1], 2, 16, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(shape[1], classes)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean(1))
+"""
+EXPORTED = {
+    "mlp": (3,),
+    "lenet5": (1, 28, 28),
+    "fedavg_cnn": (3, 16, 16),
+    "resnet18_gn": (3, 8, 8),
+    "nets:Lstm": (5, 4),
+    "nets:Transformer": (5, 4),
+}
+"""Models and the shape of one sample."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", EXPORTED)
+def test_every_kind_of_model_comes_out_of_a_run(model: str, tmp_path: Path) -> None:
+    """Typed as a person does: the programs say what the client's model says."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'quiverfl[export]'")
+    (tmp_path / "nets.py").write_text(NETS)
+    shape = list(EXPORTED[model])
+    (tmp_path / "run.toml").write_text(
+        f'data = {{ name = "synthetic", clients = 3, partition = "iid", options = {{ train = 24, '
+        f"test = 12, shape = {shape}, classes = 2 }} }}\n"
+        f'model.name = "{model}"\ntopology.neighbors = 1\nrun = {{ rounds = 1, threads = 1 }}\n'
+    )
+    assert quiver("run", "run.toml", "--out", "run", "-q", cwd=tmp_path).returncode == 0
+    words = ["export", "run", "--client", "2", "--out", "mine.safetensors", "--onnx", "--program"]
+    done = quiver(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with contextlib.chdir(tmp_path):
+        saved = qv.load_run("run")
+        x = torch.from_numpy(np.array(qv.Experiment.of(saved.config).dataset.test_x[:5]))
+        wanted = saved.personal(2)(x).detach()
+    program = torch.export.load(tmp_path / "mine.pt2").module()
+    assert torch.allclose(program(x), wanted, atol=1e-5)
+    session = onnxruntime.InferenceSession(str(tmp_path / "mine.onnx"))
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert np.allclose(found, wanted.numpy(), atol=1e-4)

@@ -371,6 +371,8 @@ if not TYPE_CHECKING:  # for a type checker, a name that is not above is a mista
     def __getattr__(name: str) -> object:
         if name in _PLACES:
             value = getattr(import_module(_PLACES[name]), name)
+            if isinstance(value, type):
+                import_module("quiverfl.field_texts").explain(value)
             globals()[name] = value  # the next use finds it there
             return value
         if name in {place.split(".")[1] for place in _PLACES.values()}:

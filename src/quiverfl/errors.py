@@ -66,6 +66,11 @@ class Diverged(QuiverError):
         self.where = where
 
 
+def leave_out(key: str) -> str:
+    """How a key of a configuration is taken out where it does not fit another choice."""
+    return f'Leave it out (`--set {key}=`; in a case of a sweep: without = ["{key}"]).'
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean …?` for an unknown word, with everything known behind it.
 

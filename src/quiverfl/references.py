@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.errors import QuiverError, leave_out, nearest
 
 
 def is_reference(text: str) -> bool:
@@ -98,9 +98,16 @@ def origin(error: BaseException) -> str:
 
 
 def check_options(
-    what: str, function: Callable[..., Any], options: Iterable[str], given: Iterable[str] = ()
+    what: str,
+    function: Callable[..., Any],
+    options: Iterable[str],
+    section: str,
+    given: Iterable[str] = (),
 ) -> None:
-    """Refuses options the function does not take; `given` are arguments that are no options."""
+    """Refuses options the function does not take; `given` are arguments that are no options.
+
+    `section` of a configuration is where they stand.
+    """
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
@@ -108,7 +115,9 @@ def check_options(
     for option in options:
         if option not in known:
             hint = nearest(option, known) if known else "it has no options."
-            raise QuiverError(f"{what} has no option {option!r}; {hint}")
+            raise QuiverError(
+                f"{what} has no option {option!r}; {hint} {leave_out(f'{section}.{option}')}"
+            )
 
 
 def _import(reference: str, name: str, folder: Path) -> ModuleType:

@@ -96,7 +96,7 @@ def test_compare_over_all_methods(here: Path) -> None:
         (["run", "small.toml", "--set", "training.lrr=1"], "unknown key training.lrr"),
         (["run", "small.toml", "--set", "topology.neighbors=9"], "neighbors"),
         (["run", "small.toml", "--set", "model.hiden=[3]"], "hiden"),
-        (["run", "small.toml", "--set", "topology.name=ring"], "'ring' has no option 'neighbors'"),
+        (["run", "small.toml", "--set", "topology.name=ring"], "(`--set topology.neighbors=`"),
         (["run", "small.toml", "--set", "data.clients=5000"], "data.clients"),
         (["run", "small.toml", "--set", "data.name=digit"], "did you mean 'digits'"),
         (["run", "small.toml", "--set", "data.partition=dirichle"], "did you mean 'dirichlet'"),

@@ -14,7 +14,7 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 @pytest.mark.parametrize("label", ["dfedpgp", "dfedavgmp-seed10"])
-def test_rounds_and_time_are_always_whole(
+def test_rounds_and_time_come_first_and_are_always_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, label: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -28,5 +28,6 @@ def test_rounds_and_time_are_always_whole(
             watcher.finished({"round": round})
     last = CODES.sub("", capsys.readouterr().err).replace("\r", "\n").rstrip().splitlines()[-1]
     assert len(last) <= width
-    assert re.match(rf"{label} .*40/200 0:00:0\d \S+ +acc", last)
+    assert re.match(rf"(━+╸?╺?━* )? *40/200 0:00:0\d \S+ +{label} +acc", last), last
+    assert ("━" in last) == (width >= 120)
     assert ("0.8312 local, 0.8312 mixed" in last) == (width >= 80)

@@ -1,4 +1,4 @@
-"""The contract: what a method may ask for works, and what nobody would carry out is refused."""
+"""The contract: what a method may ask for works."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import quiverfl as qv
-from quiverfl.engine.features import head_is_last
+from authored import Alone, Weights, anything, with_phases
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverWarning
 from quiverfl.methods.parts import train_personal, train_whole
-from quiverfl.models import MODELS, make_model
 from small import CLIENTS, REGULAR, STAR, TRAINING, simulate, states, tiny_data, tiny_task
 
 ROOT = Path(qv.__file__).parent
+
 READ_FIRST = (
     "engine/rounds.py",
     "methods/contract.py",
@@ -28,52 +28,11 @@ READ_FIRST = (
     "topologies/graph.py",
 )
 
+PLAIN = qv.Training(lr=0.1, personal_lr=0.05, batch_size=4)
+
 
 def test_what_a_newcomer_reads_first_is_four_hundred_lines_at_most() -> None:
     assert sum(len((ROOT / name).read_text().splitlines()) for name in READ_FIRST) <= 400
-
-
-class Weights(NamedTuple):
-    """No field is called u."""
-
-    body: qv.Shared
-    classifier: qv.Personal
-
-
-@dataclass(frozen=True)
-class Alone(qv.Method[Weights]):
-    """A method whose phases a test chooses; nothing is sent but the shared part."""
-
-    name = "alone"
-    title = "Alone"
-    topology = "random_regular"
-
-    def init(self, task: qv.Task, start: qv.Start) -> Weights:
-        return Weights(*start.point)
-
-    def phases(self, task: qv.Task) -> tuple[qv.methods.Phase[Weights], ...]:
-        return (self.train(epochs=1),)
-
-    def train(self, **options: Any) -> qv.Train[Weights]:
-        return qv.Train(
-            part="whole",
-            point=self.personal,
-            absorb=lambda state, trained: Weights(trained.shared, trained.personal),
-            **options,
-        )
-
-    def message(self, state: Weights) -> qv.Message:
-        return {"body": state.body}
-
-    def merge(self, state: Weights, mixed: qv.Message) -> Weights:
-        return state._replace(body=mixed["body"])
-
-    def personal(self, state: Weights) -> qv.Point:
-        return qv.Point(state.body, state.classifier)
-
-
-def with_phases(*phases: Any) -> Any:
-    return type("Chosen", (Alone,), {"phases": lambda self, task: phases})()
 
 
 def test_fields_have_roles_by_type_and_names_of_their_own() -> None:
@@ -81,9 +40,6 @@ def test_fields_have_roles_by_type_and_names_of_their_own() -> None:
     assert set(run.state(0)["body"]) == {"body.0.weight", "body.0.bias"}
     assert set(run.state(0)["classifier"]) == {"head.weight", "head.bias"}
     assert run.rounds["consensus"].notna().all()
-
-
-# --- what a step sees ---------------------------------------------------------------------------
 
 
 class Noted(NamedTuple):
@@ -170,29 +126,6 @@ def test_a_once_step_with_a_gradient_is_a_step_and_uses_the_rate() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
-def test_a_learning_rate_that_nobody_reads_is_refused() -> None:
-    def descend(state: Weights, moment: qv.Moment) -> Weights:
-        assert moment.gradient is not None
-        return state._replace(body=state.body - 0.1 * moment.gradient.shared)
-
-    with pytest.raises(qv.QuiverError, match=r"training\.lr would change nothing"):
-        simulate(with_phases(qv.Once(descend, gradient=True)), REGULAR(CLIENTS))
-
-
-def test_a_step_that_branches_is_refused_or_done_one_by_one() -> None:
-    def branch(state: Weights, moment: qv.Moment) -> Weights:
-        return state if state.body.sum() > 0 else state._replace(body=-state.body)
-
-    def where(state: Weights, moment: qv.Moment) -> Weights:
-        return state._replace(body=torch.where(state.body.sum() > 0, state.body, -state.body))
-
-    with pytest.raises(qv.QuiverError, match="one_by_one=True"):
-        simulate(with_phases(qv.Once(branch)), REGULAR(CLIENTS))
-    slow = simulate(with_phases(qv.Once(branch, one_by_one=True)), REGULAR(CLIENTS))
-    fast = simulate(with_phases(qv.Once(where)), REGULAR(CLIENTS))
-    assert all(torch.equal(a, b) for a, b in zip(states(slow), states(fast), strict=True))
-
-
 def test_statistics_are_sums_over_the_clients_own_samples() -> None:
     seen: list[Tensor] = []
 
@@ -230,9 +163,6 @@ def test_statistics_are_sums_over_the_clients_own_samples() -> None:
             assert int(run.state(client).samples) == len(y)
             assert int(run.state(client).labels) == int(y.sum())
     assert not seen
-
-
-# --- steps, batches, optimizers -----------------------------------------------------------------
 
 
 def test_steps_take_the_batches_that_epochs_would() -> None:
@@ -311,153 +241,6 @@ def test_a_kept_optimizer_belongs_to_every_checkpoint() -> None:
     resumed = simulate(method, STAR(CLIENTS), rounds=4, resume=checkpoints[1])
     assert any(name.startswith("optimizer/") for name in checkpoints[1].tensors)
     assert all(torch.equal(a, b) for a, b in zip(states(whole), states(resumed), strict=True))
-
-
-# --- what is refused ----------------------------------------------------------------------------
-
-
-def anything(**changed: Any) -> Any:
-    return type("Odd", (Alone,), changed)()
-
-
-def reads_what_it_sent(self: Any, state: Weights, mixed: qv.Message) -> Weights:
-    return state._replace(body=0.5 * state.body + 0.5 * mixed["body"])
-
-
-def steep(gradient: qv.Point, point: qv.Point, state: Weights) -> qv.Point:
-    return point if gradient.shared.sum() > 0 else gradient
-
-
-def absorbs_in_place(state: Weights, trained: qv.methods.Trained) -> Weights:
-    state.body.copy_(trained.shared)
-    return Weights(state.body, trained.personal)
-
-
-def pulls_in_place(gradient: qv.Point, point: qv.Point, state: Weights) -> qv.Point:
-    gradient.shared.add_(point.shared)
-    return gradient
-
-
-def shrinks_in_place(state: Weights, moment: qv.Moment) -> Weights:
-    state.classifier.mul_(0.5)
-    return state
-
-
-def forgets(self: Any, state: Weights, mixed: qv.Message) -> None:
-    pass
-
-
-class Counts(NamedTuple):
-    body: qv.Shared
-    classifier: qv.Personal
-    count: qv.Scalar
-
-
-class Wrong(NamedTuple):
-    body: qv.Shared
-    classifier: qv.Scalar
-
-
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        (anything(init=lambda self, task, start: tuple(start.point)), "a state is a NamedTuple"),
-        (anything(init=lambda self, task, start: Weights(1.0, start.point.personal)), "is a float"),
-        (anything(init=lambda self, task, start: Wrong(*start.point)), "declared Scalar"),
-        (anything(mass="mu"), "no Scalar field of that name; it has: body, classifier"),
-        (
-            anything(init=lambda self, task, start: Counts(*start.point, torch.tensor(3))),
-            "'count' has type torch.int64",
-        ),
-        (anything(merge=reads_what_it_sent), "merge reads what message sent as it stands"),
-        (anything(merge=forgets), r"forgets failed: ValueError|forgets returned a NoneType"),
-        (
-            anything(merge=lambda self, state, mixed: Weights(mixed["body"][:3], state[1])),
-            r"made the state's field 'body' \(3,\)",
-        ),
-        (anything(merge=lambda self, state, mixed: mixed["uu"]), "KeyError: 'uu'"),
-        (anything(message=lambda self, state: (state.body,)), "message returned a tuple"),
-        (
-            anything(personal=lambda self, state: (state[0], state[1])),
-            "returned a tuple; it must return a model",
-        ),
-        (
-            anything(init=lambda self, task, start: Weights(*(p.mul_(2) for p in start.point))),
-            "init changes start.point or start.common in place",
-        ),
-        (
-            anything(personal=lambda self, state: qv.Point(state.body.mul_(0.5), state[1])),
-            "changes 'body' of the Weights it is given in place",
-        ),
-        (
-            anything(message=lambda self, state: {"body": state.body.add_(1)}),
-            "changes 'body' of the Weights it is given in place",
-        ),
-        (
-            anything(merge=lambda self, state, mixed: Weights(mixed["body"].mul_(2), state[1])),
-            "changes 'body' of the dict it is given in place",
-        ),
-        (
-            with_phases(replace(Alone().train(epochs=1), absorb=absorbs_in_place)),
-            "absorbs_in_place changes 'body' of the Weights it is given in place",
-        ),
-        (
-            with_phases(Alone().train(epochs=1, gradient=pulls_in_place)),
-            "pulls_in_place changes 'shared' of the Point it is given in place",
-        ),
-        (
-            with_phases(Alone().train(epochs=1), qv.Once(shrinks_in_place)),
-            "shrinks_in_place changes 'classifier' of the Weights it is given in place",
-        ),
-        (
-            with_phases(Alone().train(epochs=1), qv.Once(shrinks_in_place, one_by_one=True)),
-            "shrinks_in_place changes 'classifier' of the Weights it is given in place",
-        ),
-        (with_phases(), r"phases returned \(\), so its clients would never train"),
-        (with_phases(qv.Interleaved((), epochs=1)), "an Interleaved is empty"),
-        (anything(name="fedavg"), "has name = 'fedavg', which is one of Quiver's own methods"),
-        (anything(title="FedAvg"), "give it a title of its own"),
-        (anything(topolgy="star"), "has 'topolgy', .* did you mean 'topology'"),
-        (anything(mrege=forgets), "did you mean 'merge'"),
-        (anything(unused=("lrr",)), "unused = 'lrr': .*did you mean 'lr'"),
-        (anything(delay=-1), "delay = -1: it must be a whole number"),
-        (anything(phases=lambda self, task: self.train(epochs=1)), r"such as \(train,\) with its"),
-        (with_phases(replace(Alone().train(epochs=1), part="all")), "part = 'all'"),
-        (with_phases(Alone().train(epochs=1, lookahead=steep)), r"write lookahead=Lookahead"),
-        (
-            with_phases(Alone().train(epochs=1, lookahead=qv.Lookahead(steep))),
-            r"steep failed in test_contract.py, line \d+: .*no if on a value",
-        ),
-        (
-            with_phases(Alone().train(epochs=1, settings=lambda t: replace(t, optimizer="adam"))),
-            "gives a phase settings that do not work with this run's.*momentum=0.0",
-        ),
-        (with_phases(Alone().train()), "needs epochs or steps"),
-        (with_phases(Alone().train(epochs=1, steps=2)), "needs epochs or steps, one of them"),
-        (
-            with_phases(qv.Interleaved((Alone().train(epochs=1),), epochs=1)),
-            "inside Interleaved cannot have epochs",
-        ),
-        (
-            with_phases(qv.Interleaved((qv.Once(lambda s, _: s, noise=True),), epochs=1)),
-            "inside Interleaved cannot have noise",
-        ),
-    ],
-)
-def test_what_the_engine_could_not_carry_out_is_refused(method: Any, words: str) -> None:
-    with pytest.raises(qv.QuiverError, match=words):
-        simulate(method, REGULAR(CLIENTS))
-
-
-def test_a_refused_function_leaves_the_states_as_they_were() -> None:
-    """The trial is on a copy: nothing that belongs to the run has changed when it is refused."""
-    shrinking = with_phases(qv.Once(shrinks_in_place))
-    settings = qv.RunSettings(rounds=1, dtype=torch.float64)
-    shard = Shard(tiny_task(), tiny_data(), shrinking, TRAINING, settings)
-    before = [leaf.clone() for leaf in shard.state]
-    with pytest.raises(qv.QuiverError, match="in place"):
-        shard.train(0, np.ones(CLIENTS, dtype=bool))
-    assert all(torch.equal(a, b) for a, b in zip(before, shard.state, strict=True))
 
 
 class ServerMomentum(NamedTuple):
@@ -539,25 +322,6 @@ def test_a_loss_of_ones_own_needs_no_features(executor: str) -> None:
             simulate(scalar, REGULAR(CLIENTS), executor=executor)
 
 
-def test_a_rate_of_ones_own_in_every_phase_is_refused() -> None:
-    fixed = Alone().train(epochs=1, settings=lambda t: replace(t, lr=0.05))
-    scaled = Alone().train(epochs=1, settings=lambda t: replace(t, lr=0.5 * t.lr))
-    with pytest.raises(qv.QuiverError, match=r"training.lr would change nothing.*unused"):
-        simulate(with_phases(fixed), REGULAR(CLIENTS))
-    simulate(with_phases(scaled), REGULAR(CLIENTS))
-    simulate(with_phases(fixed, scaled), REGULAR(CLIENTS))
-    declared = type("Declared", (type(with_phases(fixed)),), {"unused": ("lr",)})()
-    simulate(declared, REGULAR(CLIENTS))
-
-
-def test_a_method_without_one_of_its_functions_is_refused() -> None:
-    class Half(qv.Method[Weights]):
-        name, title, topology = "half", "Half", "random_regular"
-
-    with pytest.raises(qv.QuiverError, match="Half has no function 'init'"):
-        simulate(Half(), REGULAR(CLIENTS))
-
-
 class Answers(NamedTuple):
     body: Tensor
     classifier: Tensor
@@ -576,31 +340,6 @@ def test_a_state_without_a_shared_field_has_no_consensus_distance(tmp_path: Path
     assert "declared Shared: Alone." in page
 
 
-def test_types_that_cannot_be_read_are_refused() -> None:
-    class Inner(NamedTuple):
-        body: Local  # type: ignore[name-defined]  # noqa: F821
-        classifier: qv.Personal
-
-    odd = anything(init=lambda self, task, start: Inner(*start.point))
-    with pytest.raises(qv.QuiverError, match="Inner: the types of its fields cannot be read"):
-        simulate(odd, REGULAR(CLIENTS))
-
-
-def test_an_object_that_declares_too_little_is_refused() -> None:
-    class Bare:
-        name = "bare"
-
-    with pytest.raises(qv.QuiverError, match=r"Bare declares no 'title'.*inherits quiverfl.Method"):
-        simulate(Bare(), REGULAR(CLIENTS))
-
-
-@pytest.mark.parametrize("method", [qv.PFedMe(), qv.PushDIGing()])
-def test_unequal_epochs_are_refused_where_nothing_counts_epochs(method: Any) -> None:
-    topology = STAR(CLIENTS) if method.mass is None else qv.random_push(CLIENTS, 2)
-    with pytest.raises(qv.QuiverError, match="epochs_per_client"):
-        simulate(method, topology, epochs_per_client=[1] * CLIENTS)
-
-
 def test_a_delay_on_a_star_is_refused_and_on_a_full_graph_is_that_of_its_matrix() -> None:
     with pytest.raises(qv.QuiverError, match=r"delay = 1 needs a graph on which every client"):
         simulate(qv.OSGP(epochs=1, delay=1), STAR(CLIENTS))
@@ -609,290 +348,6 @@ def test_a_delay_on_a_star_is_refused_and_on_a_full_graph_is_that_of_its_matrix(
     folded, whole = (simulate(qv.OSGP(epochs=1, delay=1), t, rounds=4) for t in (full, rows))
     for one, other in zip(states(folded), states(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
-
-
-def test_options_outside_their_type_are_named() -> None:
-    for make, words in [
-        (lambda: qv.APFL(alpha=1.5), r"method.alpha = 1.5: it must be a number in \[0, 1\]"),
-        (lambda: qv.APFL(adaptive=1), "method.adaptive = 1: it must be true or false"),
-        (lambda: qv.PFedMe(inner_steps=0), "method.inner_steps = 0: .* whole number ≥ 1"),
-        (lambda: qv.FedAvg(weighting="sample"), "did you mean 'samples'"),
-        (lambda: qv.DFedPGP(step_floor=-1), "must be a positive number, or left out"),
-        (lambda: qv.DFedPGP(shared_epochs=True), "must be a whole number"),
-    ]:
-        with pytest.raises(qv.QuiverError, match=words):
-            make()
-
-
-# --- the head on features computed once ---------------------------------------------------------
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class Clamped(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)).clamp(-0.1, 0.1)
-
-
-class ClampedInPlace(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)).clamp_(-0.1, 0.1)
-
-
-class ReadsHead(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x) * self.head.weight.mean())
-
-
-class ReadsHeadUnseen(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x) * self.head.weight.detach().mean())
-
-
-class Keyword(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(input=self.body(x))
-
-
-class TwoArguments(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Bilinear(5, 5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x), self.body(x))
-
-
-class Twice(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)) + self.head(self.body(-x))
-
-
-class ChangedAfterwards(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = self.head(self.body(x))
-        outputs.clamp_(-0.1, 0.1)
-        return outputs
-
-
-class Tied(Plain):
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.head = nn.Linear(5, 5)
-        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), self.head)
-
-
-@pytest.mark.parametrize("executor", ["vectorized", "sequential"])
-@pytest.mark.parametrize(
-    "model",
-    [
-        Plain,
-        Clamped,
-        ClampedInPlace,
-        ChangedAfterwards,
-        ReadsHead,
-        ReadsHeadUnseen,
-        Keyword,
-        TwoArguments,
-        Twice,
-        Tied,
-    ],
-)
-@pytest.mark.parametrize("method", [qv.DFedPGP(personal_epochs=3), qv.FedRep(4, 1)], ids=str)
-def test_a_head_is_trained_as_if_no_features_were_kept(
-    method: Any, model: Any, executor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    topology = STAR(CLIENTS) if method.mass is None else qv.random_push(CLIENTS, 2)
-
-    def run() -> list[Tensor]:
-        found = qv.simulate(
-            qv.Task(model),
-            tiny_data(),
-            method=method,
-            topology=topology,
-            training=TRAINING,
-            rounds=2,
-            dtype=torch.float64,
-            executor=executor,
-            threads=1,
-        )
-        proven.append(found._shard.trainer._head_is_last)
-        return states(found)
-
-    proven: list[bool | None] = []
-    shortened = run()
-    monkeypatch.setattr("quiverfl.engine.trainer.head_is_last", lambda *_: False)
-    plain = run()
-    assert proven == [model is Plain, False]
-    for one, other in zip(shortened, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
-
-
-class Branching(Plain):
-    """Clamped for some inputs only: no call shows it, and no graph can be made of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = self.head(self.body(x))
-        return outputs.clamp(-0.1, 0.1) if float(x.abs().max()) > 2 else outputs
-
-
-class Deep(Plain):
-    """A head of several layers is a head all the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
-
-
-@pytest.mark.parametrize(
-    ("model", "proven"), [(Plain, True), (Deep, True), (Branching, False), (Tied, False)]
-)
-def test_the_graph_of_the_call_is_the_proof(model: Any, proven: bool) -> None:
-    assert head_is_last(model(), "head") is proven
-    assert not head_is_last(model(), None)
-
-
-def test_the_packages_models_have_proof() -> None:
-    for name in MODELS:
-        assert head_is_last(make_model(name, (3, 32, 32), 10), "head"), name
-
-
-# --- frozen parameters and impure models --------------------------------------------------------
-
-
-class Frozen(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body[0].weight.requires_grad_(False)
-
-
-@pytest.mark.parametrize("executor", ["vectorized", "sequential"])
-def test_a_frozen_parameter_stays_is_not_sent_and_is_kept_once(executor: Any) -> None:
-    task = qv.Task(Frozen)
-    assert task.shared_layout.names == ("body.0.bias",)
-    run = qv.simulate(
-        task,
-        tiny_data(),
-        method=qv.DFedPGP(),
-        topology=qv.random_push(CLIENTS, 2),
-        training=TRAINING,
-        rounds=3,
-        seed=5,
-        executor=executor,
-    )
-    frozen = task.skeleton.body[0].weight
-    for client in range(CLIENTS):
-        model: Any = run.personal(client)
-        assert torch.equal(model.body[0].weight, frozen)
-        assert not torch.equal(model.body[0].bias, task.skeleton.body[0].bias)
-    assert int(run.rounds["network_bytes"].iloc[0]) == CLIENTS * 2 * (5 * 4 + 8)
-    x = torch.randn(4, 6)
-    program = run._shard.context.program()
-    point = run._shard.model(0, "mixed")
-    seen = program.call(program.named(point), x, features=False)
-    torch.testing.assert_close(seen.outputs, run.personal(0)(x))
-
-
-def test_a_model_with_nothing_to_train_is_refused() -> None:
-    class Ice(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.requires_grad_(False)
-
-    class IceHead(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head.requires_grad_(False)
-
-    with pytest.raises(qv.QuiverError, match=r"every parameter .* requires_grad=False"):
-        qv.Task(Ice)
-    with pytest.raises(qv.QuiverError, match="'head' matches frozen parameters only"):
-        qv.Task(IceHead)
-
-
-class Dropping(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(nn.functional.dropout(self.body(x), 0.5))
-
-
-class Noisy(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x + torch.randn_like(x)))
-
-
-class Choosing(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body(x)
-        return self.head(hidden[:, torch.randperm(5)] if self.training else hidden)
-
-
-class Mixing(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body(x)
-        return self.head(hidden - hidden.mean(dim=0))
-
-
-class Remembering(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body(x)
-        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(dim=0)
-        return self.head(hidden - self.mean)
-
-
-class Talking(Plain):
-    def forward(self, x: Tensor) -> Any:
-        return str(self.head(self.body(x)))
-
-
-class Scoring(Plain):
-    def forward(self, x: Tensor) -> Any:
-        logits = self.head(self.body(x))
-        return {"logits": logits, "score": logits.sum()}
-
-
-@pytest.mark.parametrize("executor", ["auto", "sequential"])
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (Dropping, "draws random numbers in evaluation.*training=self.training"),
-        (Noisy, "draws random numbers in evaluation"),
-        (Choosing, "draws random numbers with randperm"),
-        (Mixing, "depends on the other samples of the batch"),
-        (Remembering, "changes its buffer 'mean' in forward"),
-        (Talking, "returns a str; it must return a tensor"),
-        (Scoring, r"output 'score' has shape \(\) for 2 samples"),
-    ],
-)
-def test_a_model_that_is_no_function_of_its_parameters_is_refused(
-    model: Any, words: str, executor: Any
-) -> None:
-    before = torch.random.get_rng_state()
-    with pytest.raises(qv.QuiverError, match=words):
-        qv.simulate(
-            qv.Task(model),
-            tiny_data(),
-            method=qv.DFedAvgM(),
-            topology=REGULAR(CLIENTS),
-            training=TRAINING,
-            rounds=1,
-            executor=executor,
-        )
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-# --- gradients elsewhere, losses of the method's own --------------------------------------------
 
 
 def test_interleaved_phases_see_what_the_one_before_left() -> None:
@@ -923,21 +378,6 @@ def test_interleaved_phases_see_what_the_one_before_left() -> None:
                     parameter -= rate * slope
     for key, value in run.personal(2).state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[key], rtol=0, atol=1e-13)
-
-
-PLAIN = qv.Training(lr=0.1, personal_lr=0.05, batch_size=4)
-
-
-def test_features_are_asked_for_where_there_is_no_head() -> None:
-    with pytest.raises(qv.QuiverError, match="name one submodule as personal"):
-        qv.simulate(
-            qv.Task(Plain, personal=()),
-            tiny_data(),
-            method=qv.MOON(),
-            topology=STAR(CLIENTS),
-            training=TRAINING,
-            rounds=1,
-        )
 
 
 def test_two_gradients_a_step_count_as_two() -> None:

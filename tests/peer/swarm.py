@@ -32,6 +32,7 @@ from quiverfl.peer.metrics import JsonLines
 from quiverfl.peer.roster import ROSTER, Member, Roster
 from quiverfl.peer.schema import read_statement
 from quiverfl.peer.wire import PROTOCOL
+from quiverfl.transforms.coding import Coding
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["quiverfl.peer.setup", "sklearn.datasets"])
@@ -40,14 +41,21 @@ CONTEXT.set_forkserver_preload(["quiverfl.peer.setup", "sklearn.datasets"])
 class Quadratic:
     """A client that pulls z towards its own target; the personal part is a counter."""
 
-    def __init__(self, number: int, size: int, seconds: float = 0.0, rate: float = 0.3) -> None:
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        seconds: float = 0.0,
+        rate: float = 0.3,
+        coding: Coding | None = None,
+    ) -> None:
         chance = np.random.default_rng(number)
         self._target = chance.normal(size=size).astype(np.float32)
         self._seconds, self._rate = seconds, np.float32(rate)
         self._u = np.zeros(size, dtype=np.float32)
         self._v = np.full(4, 1234.5 + number, dtype=np.float32)
         self._mass = np.float32(1.0)
-        self.manifest = Manifest.of({"u": self._u})
+        self.manifest = Manifest.of({"u": self._u}, coding=coding)
 
     def train(self, round: int, active: bool, share: float = 1.0, keep: bool = False) -> None:
         time.sleep(self._seconds)
@@ -55,7 +63,7 @@ class Quadratic:
         self._u = self._u - self._rate * self._mass * (z - self._target)
         self._v = self._v + np.float32(1.0)
 
-    def message(self) -> Leaves:
+    def message(self, round: int | None = None) -> Leaves:
         return {"u": self._u.copy()}
 
     def rest(self) -> Leaves:
@@ -98,6 +106,7 @@ class Options:
     crash_at: str = ""  # a point of the runtime's trace
     crash_after: int = 0  # the how-many-th passage
     newest: int = PROTOCOL  # version of the protocol that it speaks
+    coding: Coding | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
@@ -138,7 +147,7 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     name = folder.name
     roster = Roster.read(folder / ROSTER)
     number = roster.number(name)
-    learner = Quadratic(number, options.size, options.seconds, options.rate)
+    learner = Quadratic(number, options.size, options.seconds, options.rate, options.coding)
     agreement = Agreement(roster.run, name, "c" * 64, learner.manifest, options.newest)
     member = roster.member(name)
     try:

@@ -28,8 +28,9 @@ from quiverfl.peer.node import Node
 from quiverfl.peer.peer_settings import Settings
 from quiverfl.peer.roster import ROSTER, Roster
 from quiverfl.peer.schema import read_statement
-from quiverfl.peer.store import NoStore, Store
+from quiverfl.peer.store import NoStore, Store, Trace
 from quiverfl.topologies import Topology
+from quiverfl.transforms.chosen import PLAIN, Transforms
 from small import (
     AWAY,
     METHODS,
@@ -54,30 +55,46 @@ ONE_PULL = lambda m: qv.random_pull(clients=m, neighbors=1, seed=0)  # noqa: E73
 
 
 def node_on(
-    folder: Path, method: Any, topology: Topology, dtype: torch.dtype, mode: Mode = "sync"
+    folder: Path,
+    method: Any,
+    topology: Topology,
+    dtype: torch.dtype,
+    mode: Mode = "sync",
+    transforms: Transforms = PLAIN,
+    trace: Trace = lambda point: None,
 ) -> Node:
     """A peer with the small federation's client of its number."""
     roster = Roster.read(folder / ROSTER)
     number, task = roster.number(folder.name), tiny_task()
     settings = RunSettings(rounds=ROUNDS, dtype=dtype, executor="sequential", threads=1)
     data = tiny_data(SIZES[: topology.clients]).only([number])
-    shard = Shard(task, data, method, TRAINING, settings, clients=[number])
-    learner = ShardLearner(shard, task, method)
+    private = transforms.privacy if isinstance(transforms.privacy, qv.DPSGD) else None
+    shard = Shard(task, data, method, TRAINING, settings, clients=[number], private=private)
+    learner = ShardLearner(shard, task, method, transforms, topology.clients)
     agreement = Agreement(roster.run, folder.name, "c" * 64, learner.manifest)
     try:
-        store = Store.open(folder / "store")
+        store = Store.open(folder / "store", trace)
     except NoStore:
-        store = create_store(folder / "store", learner, agreement)
+        store = create_store(folder / "store", learner, agreement, trace)
     how = Settings(
         rounds=ROUNDS,
         mode=mode,
         linger=20.0,
         bind=roster.member(folder.name).address,
         copies=splitting(method, topology, ROUNDS) == "copies",
+        rule=transforms.robustness,
     )
     lines: list[dict[str, Any]] = []
     node = Node(
-        learner, topology, store, folder, agreement, how, Limits(retry_cap=2.0), record=lines.append
+        learner,
+        topology,
+        store,
+        folder,
+        agreement,
+        how,
+        Limits(retry_cap=2.0),
+        record=lines.append,
+        trace=trace,
     )
     node.lines = lines  # type: ignore[attr-defined]
     return node
@@ -100,11 +117,12 @@ def play_peers(
     topology: Topology,
     dtype: torch.dtype = torch.float64,
     mode: Mode = "sync",
+    transforms: Transforms = PLAIN,
 ) -> Played:
     folders = make_folders(root, topology.clients)
 
     async def scenario() -> tuple[list[Node], float]:
-        nodes = [node_on(folder, method, topology, dtype, mode) for folder in folders]
+        nodes = [node_on(folder, method, topology, dtype, mode, transforms) for folder in folders]
         first = float(np.mean([training_loss(node) for node in nodes]))
         outcomes = await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 120)
         for node, outcome in zip(nodes, outcomes, strict=True):
@@ -138,8 +156,14 @@ def simulated(method: Any, topology: Topology, dtype: torch.dtype, **options: An
     )
 
 
-def same_as_simulated(played: Played, method: Any, topology: Topology, dtype: torch.dtype) -> None:
-    run = simulated(method, topology, dtype, arithmetic="peers")
+def same_as_simulated(
+    played: Played,
+    method: Any,
+    topology: Topology,
+    dtype: torch.dtype,
+    transforms: Transforms = PLAIN,
+) -> None:
+    run = simulated(method, topology, dtype, arithmetic="peers", **vars(transforms))
     for name, leaf in run._shard.state._asdict().items():
         assert torch.equal(played.field(name), leaf), name
     for number, node in enumerate(played.nodes):

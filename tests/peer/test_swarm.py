@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quiverfl.peer.ledger import UNIT
 from quiverfl.peer.store import Store
+from quiverfl.transforms.coding import Coding
+from quiverfl.transforms.compression import TopK
 
 from .swarm import Options, Swarm, in_memory
 
@@ -104,9 +107,9 @@ POINTS = [
 COMMIT = {f"{w} {k}": f"{w} {k} commit" for w in ("before", "after") for k in ("push", "absorb")}
 
 
-def _crash_and_compare(swarm, points: list[str]) -> None:
+def crash_and_compare(swarm, points: list[str], **changes: Any) -> None:
     """Sync rounds are deterministic: with crashes the result is bitwise that without."""
-    options = Options(rounds=4, mode="sync", size=50, seconds=0.0, neighbours=1)
+    options = Options(rounds=4, mode="sync", size=50, seconds=0.0, neighbours=1, **changes)
     calm = swarm(2, options)
     calm.start_all()
     calm.join_all(40)
@@ -130,14 +133,27 @@ def _crash_and_compare(swarm, points: list[str]) -> None:
 
 
 def test_a_crash_around_commits_acks_and_sends_changes_nothing_at_all(swarm) -> None:
-    _crash_and_compare(swarm, [COMMIT.get(point, point) for point in POINTS])
+    crash_and_compare(swarm, [COMMIT.get(point, point) for point in POINTS])
+
+
+CODED = Coding(TopK(fraction=0.1), seed=3)
+
+
+def test_a_crash_after_the_push_of_coded_shares_changes_nothing_at_all(swarm) -> None:
+    """What was not sent is in the same commit as what was; the same bytes go out again."""
+    crash_and_compare(swarm, ["after push commit"], coding=CODED)
+
+
+@pytest.mark.slow
+def test_a_crash_at_any_other_point_with_coded_shares_changes_nothing_at_all(swarm) -> None:
+    crash_and_compare(swarm, [COMMIT.get(point, point) for point in POINTS], coding=CODED)
 
 
 @pytest.mark.slow
 def test_a_crash_at_every_other_point_changes_nothing_at_all(swarm) -> None:
     points = [f"{w} acknowledge commit" for w in ("before", "after")]
     points += [f"before {kind} files" for kind in ("push", "absorb", "acknowledge")]
-    _crash_and_compare(swarm, points)
+    crash_and_compare(swarm, points)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

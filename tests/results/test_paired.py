@@ -48,7 +48,9 @@ def test_p_and_interval_are_those_of_students_paired_test() -> None:
     assert p_value(DIFFERENCES) == pytest.approx(expected.pvalue)
     reach = expected.confidence_interval(0.95)
     assert interval(DIFFERENCES) == pytest.approx((reach.low, reach.high))
-    assert p_value([0.1, 0.1]) == 0
+    # Steps of a small test set that happen to coincide prove nothing.
+    assert math.isnan(p_value([0.1, 0.3 - 0.2]))
+    assert all(math.isnan(end) for end in interval([0.1, 0.3 - 0.2]))
     assert p_value([0.0, 0.0]) == 1
     assert math.isnan(p_value([0.1]))
 
@@ -83,7 +85,7 @@ def _needed(mean: float, reach: float) -> float:
 def test_no_difference_is_found_by_no_number_of_seeds() -> None:
     assert seeds_needed([0.1, -0.1]) == math.inf
     assert seeds_needed([0.0, 0.0]) == math.inf
-    assert seeds_needed([0.001, 0.001]) == 2
+    assert math.isnan(seeds_needed([0.001, 0.001]))
     assert seeds_needed([0.5, 0.5001]) == 2
     assert math.isnan(seeds_needed([0.1]))
 

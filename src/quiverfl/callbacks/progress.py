@@ -46,15 +46,16 @@ def progress(label: str, rounds: int, quiet: bool) -> Iterator[Recorder | None]:
 
 
 def _columns(width: int) -> list[ProgressColumn]:
-    """Rounds and times whole at any width; the score takes what is left, the bar only if much."""
-    columns: list[ProgressColumn] = [
-        TextColumn("[bold]{task.description:<10}", table_column=Column(no_wrap=True)),
+    """Rounds and times first, whole at any width; the score takes what is left, a bar if much."""
+    bar: list[ProgressColumn] = [BarColumn()] if width >= WIDTH_FOR_A_BAR else []
+    return [
+        *bar,
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        TextColumn("[bold]{task.description:<10}", table_column=Column(no_wrap=True)),
         _ScoreColumn(),
     ]
-    return [columns[0], BarColumn(), *columns[1:]] if width >= WIDTH_FOR_A_BAR else columns
 
 
 class _ScoreColumn(ProgressColumn):

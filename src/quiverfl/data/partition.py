@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quiverfl.data import partitioners
 from quiverfl.data.dataset import Dataset, Integers
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.errors import QuiverError, leave_out, nearest
 from quiverfl.seeds import stream
 
 PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
@@ -126,8 +126,8 @@ def partition_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if option not in defaults:
             known = nearest(option, defaults) if defaults else "it has no options."
             raise QuiverError(
-                f"partition {name!r} has no option {option!r}; {known} Leave it out (`--set "
-                f'data.{option}=`; in a case of a sweep: without = ["data.{option}"]).'
+                f"partition {name!r} has no option {option!r}; {known} "
+                f"{leave_out(f'data.{option}')}"
             )
     return defaults | dict(options)
 

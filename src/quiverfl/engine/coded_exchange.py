@@ -28,7 +28,6 @@ from quiverfl.topologies.topology import Topology, uploads
 from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.dither import BLOCK, Dither, Draws
 
-Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
@@ -61,15 +60,7 @@ class CodedExchange:
         """Everybody's: whoever does not send keeps what it has."""
 
     def weigh(self, outbox: Message, payload: Integers) -> Integers:
-        saved = 0
-        for name, leaf in outbox.items():
-            numbers, element = leaf[0].numel() if len(leaf) else 0, leaf.element_size()
-            if name != self._mass:
-                saved += numbers * element - self._compression.bytes_of(numbers, element)
-        return np.where(payload > 0, payload - saved, 0)
-
-    def kept(self) -> Floats:
-        return self._inner.kept()
+        return coded_payload(self._compression, outbox, self._mass, payload)
 
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         return self._inner.traffic(graph, payload)
@@ -165,6 +156,18 @@ class CodedExchange:
                 "others' models, to which CHOCO-SGD sends differences. Use a graph that stays as "
                 'it is, without participation and link failures, or feedback = "remainder".'
             )
+
+
+def coded_payload(
+    compression: Compression, outbox: Message, mass: str | None, payload: Integers
+) -> Integers:
+    """Bytes of each row's message once its leaves are coded; the mass is sent whole."""
+    saved = 0
+    for name, leaf in outbox.items():
+        numbers, element = leaf[0].numel() if len(leaf) else 0, leaf.element_size()
+        if name != mass:
+            saved += numbers * element - compression.bytes_of(numbers, element)
+    return np.where(payload > 0, payload - saved, 0)
 
 
 def code_columns(compression: Compression, draws: Draws, rows: Tensor, begin: int) -> Tensor:

@@ -36,9 +36,6 @@ class Exchange(Protocol):
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         """What crossed the network in the round that was pushed last."""
 
-    def kept(self) -> Floats:
-        """The share of its own message that every client kept in the round that was pushed last."""
-
     def push(self, round: int, graph: Graph, outbox: Message) -> None: ...
     def collect(self, round: int) -> Message: ...
     def in_flight(self) -> dict[str, Tensor]: ...
@@ -74,6 +71,7 @@ class MatrixExchange:
         return traffic(graph, payload)
 
     def kept(self) -> Floats:
+        """The share of its own message that every client kept in the round that was pushed last."""
         assert self._graph is not None
         found: Floats = self._graph.sparse.diagonal()
         return found

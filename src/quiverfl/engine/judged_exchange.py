@@ -61,7 +61,7 @@ class JudgedExchange:
             round / max(1, self._rounds),
         )
         factors = np.where(np.isfinite(distances), self._rule.factors(seen), 0.0)
-        self._carried = judged(graph, factors)
+        self._carried = judged(graph, factors, self._mass is not None)
         self._inner.push(round, self._carried, _finite(outbox))
 
     def _squares(self, outbox: Message, graph: Graph) -> Floats:
@@ -93,9 +93,6 @@ class JudgedExchange:
 
     def collect(self, round: int) -> Message:
         return self._inner.collect(round)
-
-    def kept(self) -> Floats:
-        return self._inner.kept()
 
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         """Models travel on all links, or with a sketch on those that take something."""

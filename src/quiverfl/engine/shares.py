@@ -79,9 +79,13 @@ def split_mass(units: int, parts: Mapping[Who, int], home: int) -> tuple[dict[Wh
 
 def scaled(message: Mapping[str, Array], numerator: int, denominator: int) -> Leaves:
     """A share of a message, in the message's own type."""
+    return parted(message, numerator / denominator)
+
+
+def parted(message: Mapping[str, Array], part: float) -> Leaves:
+    """This part of a message."""
     return {
-        name: np.asarray(np.multiply(leaf, leaf.dtype.type(numerator / denominator)))
-        for name, leaf in message.items()
+        name: np.asarray(np.multiply(leaf, leaf.dtype.type(part))) for name, leaf in message.items()
     }
 
 
@@ -92,6 +96,18 @@ def added(own: Mapping[str, Array], shares: Sequence[Mapping[str, Array]]) -> Le
         for name, leaf in result.items():
             np.add(leaf, share[name], out=leaf)
     return result
+
+
+def kept(
+    message: Mapping[str, Array], known: Mapping[str, Array], numerator: int, denominator: int
+) -> Leaves:
+    """What stays of a message of which others get shares of Q(u) alone: u - Q(u) + w · Q(u)."""
+    return added(unknown(message, known), [scaled(known, numerator, denominator)])
+
+
+def unknown(message: Mapping[str, Array], known: Mapping[str, Array]) -> Leaves:
+    """What others are not told of a message: u - Q(u)."""
+    return {name: np.asarray(leaf - known[name]) for name, leaf in message.items()}
 
 
 def averaged(

@@ -170,7 +170,7 @@ class _Way:
         if context.private is None or place.number == ADAPT:
             return None
         purpose = f"dp_sgd {place.number} {step}"
-        return Noise(context.seed, purpose, place.round, self.group.ids[some])
+        return Noise(context.seed, purpose, place.round, self.group.ids[some], context.secret)
 
     @cached_property
     def _keys(self) -> Hashes | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.alterations import Alterations
 from quiverfl.engine.altered_exchange import AlteredExchange
 from quiverfl.engine.coded_exchange import CodedExchange, is_fixed
 from quiverfl.engine.everyone import HERE, Everyone
@@ -19,7 +20,8 @@ from quiverfl.engine.exchange import Exchange, MatrixExchange
 from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.share_exchange import exchange_for
+from quiverfl.engine.share_exchange import ShareExchange
+from quiverfl.engine.splitting import LOOKED_AT, splitting
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.methods.contract import Interleaved, Message, Method, Once
@@ -28,11 +30,14 @@ from quiverfl.methods.state import replicated
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.adversary import Adaptive, ForgedMass, attackers
-from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms.chosen import Transforms
+from quiverfl.transforms.coding import Coding
 from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.dither import BLOCK
-from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
+from quiverfl.transforms.privacy import DPSGD
+from quiverfl.transforms.robustness import SelfCenteredClip
 
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
@@ -50,39 +55,68 @@ def transformed_exchange(
     `first` gives what clients would send before they train. `rows` are the clients that are here,
     if not all are, and `everyone` asks the others.
     """
+    ids = np.arange(topology.clients) if rows is None else rows
+    made: Exchange
+    kept: Callable[[], Floats] | None = None
+    if settings.arithmetic == "peers":
+        made = _as_peers_do(transforms, method, topology, settings)
+    else:
+        coded = transforms.compression is not None
+        product = partial(everyone.mix, multiple=BLOCK) if coded else everyone.mix
+        inner = MatrixExchange(method.delay, product, rows)
+        made = _mixing(inner, transforms, method, topology, settings, everyone, rows)
+        kept = inner.kept
+    if Alterations.asked_for(transforms):
+        apart = settings.arithmetic == "peers"
+        altered = Alterations(
+            transforms,
+            settings.seed,
+            ids,
+            topology.clients,
+            method.mass,
+            first(),
+            everyone,
+            apart,
+            settings.rounds,
+        )
+        made = AlteredExchange(made, altered, ids, kept)
+    return made
+
+
+def _as_peers_do(
+    transforms: Transforms, method: Method, topology: Topology, settings: RunSettings
+) -> Exchange:
+    compression = transforms.compression
+    return ShareExchange(
+        method.mass,
+        splitting(method, topology, settings.rounds),
+        settings.rounds,
+        None if compression is None else Coding(compression, settings.seed),
+        transforms.robustness,
+    )
+
+
+def _mixing(
+    inner: MatrixExchange,
+    transforms: Transforms,
+    method: Method,
+    topology: Topology,
+    settings: RunSettings,
+    everyone: Everyone,
+    rows: Integers | None,
+) -> Exchange:
     alone = rows is None
     ids = np.arange(topology.clients) if rows is None else rows
-    if alone and transforms == PLAIN:
-        return exchange_for(method, topology, settings)
-    coded = transforms.compression is not None
-    chosen = partial(everyone.mix, multiple=BLOCK) if coded else everyone.mix
-    made: Exchange = MatrixExchange(method.delay, chosen, rows)
+    made: Exchange = inner
     if transforms.compression is not None:
-        assert isinstance(made, MatrixExchange)
         replica = keeps_replicas(transforms, method, topology, settings.rounds)
         fused = alone and method.delay == 0
         made = CodedExchange(
-            made, transforms.compression, settings.seed, ids, method.mass, replica, fused
+            inner, transforms.compression, settings.seed, ids, method.mass, replica, fused
         )
     if transforms.robustness is not None:
         made = JudgedExchange(
             made, transforms.robustness, settings.seed, settings.rounds, method.mass, everyone
-        )
-    blurred = transforms.privacy if isinstance(transforms.privacy, UpdatePrivacy) else None
-    if transforms.adversary is not None or blurred is not None:
-        who = attackers(transforms.adversary, settings.seed, topology.clients)
-        made = AlteredExchange(
-            made,
-            transforms.adversary,
-            blurred,
-            who,
-            settings.seed,
-            ids,
-            method.mass,
-            first(),
-            everyone,
-            transforms.robustness,
-            settings.rounds,
         )
     return made
 
@@ -135,11 +169,6 @@ def check_transforms(
     settings: RunSettings,
 ) -> None:
     """Refuse what would not mean anything, before anything is computed or written."""
-    if transforms != PLAIN and settings.arithmetic == "peers":
-        raise QuiverError(
-            'run.arithmetic = "peers" computes what peers do, and peers send whole messages as '
-            f"yet: leave it out, or the section [{next(iter(transforms.record()))}]."
-        )
     inside = {"privacy"} if isinstance(transforms.privacy, DPSGD) else set()
     for section in transforms.record().keys() - inside:
         _check_message(section, task, data, method, topology, settings)
@@ -159,6 +188,8 @@ def check_transforms(
         _check_phases(task, method)
     if isinstance(transforms.adversary, Adaptive):
         transforms.adversary.against(transforms.robustness, 0.0)
+    if settings.arithmetic == "peers":
+        _check_peers(transforms, method, topology, settings)
     if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
         raise QuiverError(
             f'adversary.name = "forged_mass": {method.title} carries no push-sum mass to forge; '
@@ -241,6 +272,59 @@ def _check_compression(
         )
     if keeps_replicas(transforms, method, topology, settings.rounds):
         _check_replicas(method, topology, settings)
+
+
+def _check_peers(
+    transforms: Transforms, method: Method, topology: Topology, settings: RunSettings
+) -> None:
+    """What peers cannot do, and so no simulation of them."""
+    rule, compression = transforms.robustness, transforms.compression
+    if keeps_replicas(transforms, method, topology, settings.rounds):
+        raise QuiverError(
+            f"compression with {method.title} over {topology.name}: differences to replicas "
+            "(CHOCO-SGD) would be sent, and peers keep none: a neighbour that is late or passed "
+            "over would follow another replica than the others. Set compression.feedback = "
+            '"remainder": what is not sent stays with its sender.'
+        )
+    if isinstance(transforms.adversary, Adaptive) and transforms.adversary.distance is None:
+        raise QuiverError(
+            'adversary.name = "adaptive": a peer that attacks does not ask for the rule of the '
+            "others. Give adversary.distance, such as 0.9 (times the norm of a model)."
+        )
+    if isinstance(transforms.adversary, ForgedMass):
+        raise QuiverError(
+            'adversary.name = "forged_mass": peers count mass in signed books, and nobody can '
+            "claim another; choose another attack."
+        )
+    if rule is not None and compression is not None:
+        raise QuiverError(
+            f"robustness.name = {rule.name!r} with [compression]: of its own model a peer has "
+            "only what it did not send, with which nothing can be compared. Leave one of them out."
+        )
+    if rule is not None and rule.sketch is not None:
+        raise QuiverError(
+            f"robustness.sketch = {rule.sketch}: peers send no sketch ahead, they judge the "
+            "message itself. Leave sketch out."
+        )
+    if rule is not None:
+        _check_weights(topology, settings.rounds)
+    shares = splitting(method, topology, settings.rounds) == "shares"
+    if isinstance(rule, SelfCenteredClip) and shares:
+        raise QuiverError(
+            'robustness.name = "clip" takes a part of a share, and a peer gives a share back whole '
+            'or not at all. Use "balance" or "norm", or random_pull, where copies are weighed.'
+        )
+
+
+def _check_weights(topology: Topology, rounds: int) -> None:
+    """Whoever gives everything away has no model to compare others' with."""
+    for round in range(min(max(1, rounds), LOOKED_AT)):
+        if (topology(round).sparse.diagonal() <= 0).any():
+            raise QuiverError(
+                f"robustness: in round {round} of {topology.name} a client keeps nothing of its "
+                "own model, with which others' could be compared: give everyone a weight of its "
+                "own."
+            )
 
 
 def _check_leaves(section: str, task: Task, method: Method, message: dict[str, Tensor]) -> None:

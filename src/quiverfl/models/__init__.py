@@ -50,7 +50,7 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
 def checked_factory(name: str, options: Iterable[str]) -> ModelFactory:
     """The function behind a model's name; options that it does not take are refused."""
     factory = model_factory(name)
-    check_options(f"model {name!r}", factory, options, given=("input_shape", "classes"))
+    check_options(f"model {name!r}", factory, options, "model", given=("input_shape", "classes"))
     return factory
 
 

@@ -92,6 +92,6 @@ async def _give_away(peer: Participant, heirs: list[str]) -> None:
     memory, accounts = peer.transactions.memory, peer.transactions.accounts
     parts = dict.fromkeys(heirs, 1)
     for transfer in await peer.transactions.push(
-        accounts.round, memory.message, memory.rest, parts, 0
+        accounts.round, memory.message, memory.rest, parts, 0, whole=True
     ):
         peer.neighbours.senders[transfer.receiver].wake()

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from quiverfl.engine.alterations import Alterations
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.shares import biased, column, debiased, row
 from quiverfl.errors import QuiverError
@@ -19,9 +20,14 @@ from quiverfl.peer.manifest import Array, Leaves, Manifest
 from quiverfl.task import Point, Task
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology
+from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms.coding import Coding
+from quiverfl.transforms.privacy import spent
 
-LOCAL, OPTIMIZER = "local/", "optimizer/"
-"""In the rest beside the state's fields: the last trained model, and what optimizers keep."""
+LOCAL, OPTIMIZER, ALTERED, VISITS = "local/", "optimizer/", "altered/", "visits/"
+"""In the rest beside the state's fields: the last trained model, what optimizers keep, what
+altered messages start from, and how often each sample was looked at where that is counted."""
+EVERYBODY = np.ones(1, dtype=np.bool_)
 
 
 class Learner(Protocol):
@@ -32,8 +38,11 @@ class Learner(Protocol):
     def train(self, round: int, active: bool, share: float, keep: bool) -> None:
         """`share` of all peers train in this round; with `keep` not this one in the next."""
 
-    def message(self) -> Leaves:
-        """What is pushed, as push-sum carries it (times μ), without the mass; a copy."""
+    def message(self, round: int | None = None) -> Leaves:
+        """What is pushed, as push-sum carries it (times μ), without the mass; a copy.
+
+        With a round, as it leaves in this round: forged or blurred, where the run has that.
+        """
 
     def rest(self) -> Leaves:
         """Everything else that must survive a restart, as it is before the merge; a copy."""
@@ -46,8 +55,8 @@ class Learner(Protocol):
         """The run was changed: it has so many rounds, and this learning rate if one is given."""
 
     def evaluate(self, round: int, stage: str) -> dict[str, float]: ...
-    def record(self) -> dict[str, int]:
-        """What the last training took, such as steps."""
+    def record(self) -> dict[str, float]:
+        """What the last training took, such as steps, and ε of all that was sent so far."""
 
     def model(self) -> Leaves:
         """The personal model, by parameter name."""
@@ -62,13 +71,34 @@ class ShardLearner:
     kept, since `merge` replaces it; everything else in the state is.
     """
 
-    def __init__(self, shard: Shard, task: Task, method: Method) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        task: Task,
+        method: Method,
+        transforms: Transforms = PLAIN,
+        clients: int = 1,
+    ) -> None:
+        """`clients` are all of the run, the others' too."""
         self._shard, self._task = shard, task
         outbox = shard.outbox()
         self._mass = method.mass if method.mass in outbox else None
         self._mu = 1.0
-        sparse = isinstance(method, Weighs)
-        self.manifest = Manifest.of(self.message(), self._parameters(), sparse)
+        sparse, seed = isinstance(method, Weighs), shard.context.seed
+        compression = transforms.compression
+        coding = None if compression is None else Coding(compression, seed)
+        self.manifest = Manifest.of(self.message(), self._parameters(), sparse, coding)
+        self._alterations: Alterations | None = None
+        if Alterations.asked_for(transforms):
+            self._alterations = Alterations(
+                transforms, seed, shard.ids, clients, self._mass, outbox
+            )
+
+    def draw_noise_from(self, secret: bytes) -> None:
+        """Others know the seed of the run: the noise of privacy is to be known to nobody."""
+        self._shard.context.secret = secret
+        if self._alterations is not None:
+            self._alterations.secret = secret
 
     def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
         """The names and shapes inside the leaves, so that peers with other models do not talk."""
@@ -90,8 +120,12 @@ class ShardLearner:
         self._shard.train(round, np.array([active]), share)
         self._shard.remember(np.array([keep]))
 
-    def message(self) -> Leaves:
+    def message(self, round: int | None = None) -> Leaves:
         outbox = self._shard.outbox()
+        if round is not None and self._alterations is not None:
+            outbox = {name: leaf.clone() for name, leaf in outbox.items()}
+            # In every round: a newcomer may ask for the model of one that talks to nobody.
+            self._alterations.alter(round, outbox, EVERYBODY, EVERYBODY)
         message = {name: _copied(leaf[0]) for name, leaf in outbox.items() if name != self._mass}
         return message if self._mass is not None else biased(message, self._mu)
 
@@ -108,6 +142,11 @@ class ShardLearner:
         for number, buffers in self._shard.buffers.items():
             names = {f"{OPTIMIZER}{number}/{name}": leaf[0] for name, leaf in buffers.items()}
             rest |= {name: _copied(leaf) for name, leaf in names.items()}
+        if self._alterations is not None:
+            kept_rows = self._alterations.tensors()
+            rest |= {f"{ALTERED}{name}": _copied(rows[0]) for name, rows in kept_rows.items()}
+        if self._shard.context.private is not None:
+            rest[VISITS] = self._shard.visits.copy()
         return rest
 
     def merge(self, message: Mapping[str, Array], mass: float) -> None:
@@ -117,6 +156,8 @@ class ShardLearner:
         mixed = {name: self._tensor(leaf)[None] for name, leaf in message.items()}
         if self._mass is not None:
             mixed[self._mass] = self._tensor(np.array([mass], dtype=np.float64))
+        if self._alterations is not None:
+            self._alterations.received(mixed, EVERYBODY)
         self._shard.deliver(mixed)
 
     def _tensor(self, leaf: Array) -> torch.Tensor:
@@ -142,6 +183,11 @@ class ShardLearner:
             if name.startswith(OPTIMIZER):
                 number, _, buffer = name.removeprefix(OPTIMIZER).partition("/")
                 self._shard.buffers.setdefault(int(number), {})[buffer] = leaf[None]
+        if self._alterations is not None:
+            rows = {n.removeprefix(ALTERED): x[None] for n, x in tensors.items() if ALTERED in n}
+            self._alterations.restore(rows)
+        if VISITS in rest:
+            self._shard.visits = np.array(rest[VISITS])
 
     def amend(self, lr: float | None, rounds: int) -> None:
         context = self._shard.context
@@ -153,8 +199,14 @@ class ShardLearner:
         metrics = self._shard.evaluate(round, stage)
         return {name: float(values[0]) for name, values in metrics.items()}
 
-    def record(self) -> dict[str, int]:
-        return {"steps": int(self._shard.steps[0])}
+    def record(self) -> dict[str, float]:
+        found: dict[str, float] = {"steps": int(self._shard.steps[0])}
+        private, altered = self._shard.context.private, self._alterations
+        if private is not None:
+            found["epsilon"] = float(spent(self._shard.visits, private)[0])
+        elif altered is not None and "epsilon" in (record := altered.record()):
+            found["epsilon"] = record["epsilon"][0]
+        return found
 
     def model(self) -> Leaves:
         point = self._shard.model(0, "mixed")

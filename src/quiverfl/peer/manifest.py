@@ -2,6 +2,8 @@
 
 A payload is the raw little-endian buffers of the leaves, end to end; or, for a method that has
 `payload` since its messages are smaller than their tensors, their non-zero numbers (packing.py).
+Where the run compresses, it is a byte that says which: WHOLE and the raw buffers, or CODED, the
+share's part of the message (a double, little-endian) and the codes of the leaves.
 Names, shapes and types come from the manifest both sides have agreed on by its hash, so a personal
 part, which is not in it, cannot leave, and a received shape is never trusted.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +24,15 @@ import numpy as np
 from quiverfl.engine.shares import Array as Array
 from quiverfl.engine.shares import Leaves as Leaves
 from quiverfl.engine.shares import added as added
+from quiverfl.engine.shares import parted
 from quiverfl.engine.shares import scaled as scaled
 from quiverfl.errors import QuiverError
 from quiverfl.peer.packing import packed, unpacked
+from quiverfl.transforms.coding import Coding, Origin
 
 TYPES = ("<f4", "<f8")
+WHOLE, CODED = b"\0", b"\1"
+_PART = struct.Struct("<d")
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Manifest:
     leaves: tuple[Leaf, ...]
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     sparse: bool = False
+    coding: Coding | None = None
 
     @classmethod
     def of(
@@ -57,6 +65,7 @@ class Manifest:
         message: Mapping[str, Array],
         parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
         sparse: bool = False,
+        coding: Coding | None = None,
     ) -> Manifest:
         leaves = []
         for name in sorted(message):
@@ -67,7 +76,7 @@ class Manifest:
                 )
             leaves.append(Leaf(name, kind, tuple(message[name].shape)))
         named = tuple((name, tuple(shape)) for name, shape in parameters)
-        return cls(tuple(leaves), named, sparse)
+        return cls(tuple(leaves), named, sparse, coding)
 
     @cached_property
     def nbytes(self) -> int:
@@ -76,6 +85,10 @@ class Manifest:
 
     def allows(self, nbytes: int) -> bool:
         """Whether a payload may be of this size."""
+        if self.coding is not None:
+            sizes = {leaf.name: (leaf.size, int(leaf.type[-1])) for leaf in self.leaves}
+            coded = _PART.size + self.coding.bytes_of(sizes)
+            return nbytes in (1 + self.nbytes, 1 + coded)
         if not self.sparse:
             return nbytes == self.nbytes
         return nbytes <= self.nbytes + len(self.leaves)  # a byte each says how a leaf is written
@@ -83,7 +96,8 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         content = [[leaf.name, leaf.type, leaf.shape] for leaf in self.leaves]
-        form = {"sparse": True} if self.sparse else {}
+        form: dict[str, Any] = {"sparse": True} if self.sparse else {}
+        form |= {} if self.coding is None else {"coding": repr(self.coding)}
         return canonical_hash({"leaves": content, "parameters": self.parameters, **form})
 
     def pack(self, message: Mapping[str, Array]) -> bytes:
@@ -92,10 +106,15 @@ class Manifest:
         arrays = (np.ascontiguousarray(message[leaf.name], dtype=leaf.type) for leaf in self.leaves)
         if self.sparse:
             return packed([array.reshape(-1) for array in arrays])
-        return b"".join(array.tobytes() for array in arrays)
+        head = b"" if self.coding is None else WHOLE
+        return head + b"".join(array.tobytes() for array in arrays)
 
-    def unpack(self, payload: bytes | bytearray | memoryview) -> Leaves:
-        """A message that was packed, or a QuiverError."""
+    def unpack(
+        self, payload: bytes | bytearray | memoryview, origin: Origin | None = None
+    ) -> Leaves:
+        """A message that was packed, or a QuiverError; where it is coded, `origin` is needed."""
+        if self.coding is not None:
+            return self._decoded(self.coding, bytes(payload), origin)
         if not self.sparse:
             return self.unpack_whole(payload)
         kinds = [(np.dtype(leaf.type), leaf.size) for leaf in self.leaves]
@@ -104,6 +123,20 @@ class Manifest:
             leaf.name: array.reshape(leaf.shape)
             for leaf, array in zip(self.leaves, flat, strict=True)
         }
+
+    def _decoded(self, coding: Coding, payload: bytes, origin: Origin | None) -> Leaves:
+        way, content = payload[:1], payload[1:]
+        if way == WHOLE:
+            return self.unpack_whole(content)
+        if way != CODED or origin is None or len(content) < _PART.size:
+            raise QuiverError(f"a payload is neither whole nor coded: it begins with {way!r}.")
+        part = _PART.unpack_from(content)[0]
+        if not 0 < part <= 1:
+            raise QuiverError(f"a coded payload is {part} of a message: it must be in (0, 1].")
+        kinds = {leaf.name: (leaf.size, np.dtype(leaf.type)) for leaf in self.leaves}
+        flat = coding.decoded(content[_PART.size :], kinds, origin)
+        message = {leaf.name: flat[leaf.name].reshape(leaf.shape) for leaf in self.leaves}
+        return parted(message, part)
 
     def unpack_whole(self, payload: bytes | bytearray | memoryview) -> Leaves:
         """Read-only views into the payload of a message that was sent whole."""
@@ -117,6 +150,11 @@ class Manifest:
             message[leaf.name] = flat.reshape(leaf.shape)
             start += leaf.nbytes
         return message
+
+
+def as_coded(code: bytes, part: float) -> bytes:
+    """The payload of a share that is this part of a coded message."""
+    return CODED + _PART.pack(part) + code
 
 
 def canonical_hash(value: Any) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.course import Course
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.learner import Learner, mutual_neighbours
+from quiverfl.peer.manifest import Leaves
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.neighbours import Condition, Neighbours
 from quiverfl.peer.offering import Offering
@@ -28,8 +30,11 @@ from quiverfl.peer.roster import ROSTER, LiveRoster
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
 from quiverfl.topologies.topology import Topology
+from quiverfl.transforms.judging import factors_of, judged_weights
 
 Result = TypeVar("Result")
+Factors = dict[str, float]
+"""By sender, the part of its message that is taken."""
 
 
 class Participant:
@@ -55,7 +60,7 @@ class Participant:
         self._roster, self._identity = LiveRoster(keys / ROSTER), LiveIdentity(keys)
         self.names = self._roster.current.names
         self.number = self._roster.current.number(agreement.name)
-        self.transactions = Transactions(store, agreement.manifest)
+        self.transactions = Transactions(store, agreement.manifest, self.number)
         self.receiver = Receiver(
             self.transactions,
             agreement,
@@ -185,18 +190,26 @@ class Participant:
         if mass:
             await self.off_loop(self.learner.merge, memory.message, mass)
 
-    async def absorb(self, up_to: int | None, finish: bool) -> None:
+    async def absorb(self, up_to: int | None, finish: bool, returned: bool = True) -> None:
         """Merge what has come, and become that."""
-        await self.take_in(up_to, finish)
+        await self.take_in(up_to, finish, returned)
         await self._become()
 
-    async def take_in(self, up_to: int | None = None, finish: bool = False) -> None:
-        """Commit what has come to the account, and let the senders know."""
+    async def take_in(
+        self, up_to: int | None = None, finish: bool = False, returned: bool = True
+    ) -> None:
+        """Commit what has come to the account, and let the senders know.
+
+        Without `returned`, own shares that were refused stay where they are for now.
+        """
         receipts = self.receiver.take(up_to)
-        refunding = self.neighbours.refunding()
+        factors = await self._judged(receipts)
+        if not self.settings.copies:
+            receipts = [pair for pair in receipts if factors[pair[0].sender]]
+        refunding = self.neighbours.refunding() if returned else []
         refunds = [sender.refund for sender in refunding if sender.refund]
         if receipts or refunds:
-            weigh = self._weigh if self.settings.copies else None
+            weigh = partial(self._weigh, factors) if self.settings.copies else None
             await self.transactions.absorb(receipts, refunds, finish, weigh)
         elif finish:
             await self.transactions.finish_round()
@@ -207,7 +220,22 @@ class Participant:
         for sender in refunding:
             sender.refund = None
 
-    def _weigh(self, copies: Sequence[ledger.Transfer]) -> tuple[int, list[int]]:
+    async def _judged(self, receipts: Sequence[tuple[ledger.Transfer, Leaves]]) -> Factors:
+        """What the run's rule takes of each sender's; shares of which it takes nothing go back."""
+        rule, mass = self.settings.rule, self.transactions.mass
+        if rule is None or not receipts or not mass:  # it has given everything away
+            return {transfer.sender: 1.0 for transfer, _ in receipts}
+        others = [(leaves, share.units / UNIT or 1.0) for share, leaves in receipts]
+        own = (self.transactions.memory.message, mass)
+        progress = self.transactions.accounts.round / max(1, self.settings.rounds)
+        found = await asyncio.to_thread(factors_of, rule, own, others, progress)
+        for (share, _), factor in zip(receipts, found, strict=True):
+            if not factor and not self.settings.copies:
+                await self.receiver.send_back(share, f"robustness: {rule.name}")
+        senders = [share.sender for share, _ in receipts]
+        return dict(zip(senders, map(float, found), strict=True))
+
+    def _weigh(self, factors: Factors, copies: Sequence[ledger.Transfer]) -> tuple[int, list[int]]:
         """What the graph of its round says of each copy, and of the own message in this round.
 
         After the last round the own one is a mean already, and counts as 1.
@@ -219,7 +247,8 @@ class Participant:
             for copy in copies
         ]
         mine = in_units(own) if accounts.pushed else UNIT
-        return mine, [in_units(weight) for weight in others]
+        taken = np.array([factors[copy.sender] for copy in copies])
+        return judged_weights(mine, [in_units(weight) for weight in others], taken)
 
     def overdrawn(self) -> set[str]:
         """Who has so much of this peer's mass that it must give some back first.

@@ -71,6 +71,8 @@ class PeersSection(_Section):
     outlier: Literal["off", "warn", "refuse"] = "off"
     outlier_factor: float = Field(default=10.0, gt=0)
     mass_cap: float | None = Field(default=None, gt=0)
+    noise: Literal["secret", "seed"] = "secret"
+    """Of [privacy]: each peer's own secret, or the run's seed, from which all can compute it."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,10 @@ class PeerFolder:
         return identity
 
     def agreement(self, manifest: Manifest) -> Agreement:
-        shared = {"experiment": self.experiment, "peers": self.peers.model_dump()}
+        peers = self.peers.model_dump()
+        if self.peers.noise == "secret":  # unknown to runs that were begun before it could be set
+            del peers["noise"]
+        shared = {"experiment": self.experiment, "peers": peers}
         return Agreement(self.roster.run, self.own.name, canonical_hash(shared), manifest)
 
     def settings(self, rounds: int, evaluate_every: int, trust_store: bool) -> Settings:

@@ -61,7 +61,7 @@ async def _round(peer: Participant, t: int) -> None:
         keep = t + 1 < peer.settings.rounds and not peer.topology(t + 1).active[peer.number]
         await peer.off_loop(peer.learner.train, t, active, share, active and bool(keep))
         clock.lap("train_seconds")
-        line |= {"local": await _evaluated(peer, t, "local"), **peer.learner.record()}
+        line["local"] = await _evaluated(peer, t, "local")
         clock.lap("evaluate_seconds")
         peer.state = "pushing"
         if peer.stopping or not await _push(peer, t, receivers(graph, peer.names, peer.number)):
@@ -73,12 +73,17 @@ async def _round(peer: Participant, t: int) -> None:
         await _breathe(peer, t)
     if peer.stopping:
         return
+    if sync and peer.settings.rule is not None and not peer.settings.copies:
+        await _settle(peer, t)
+        if peer.stopping:
+            return
     await peer.absorb(t if sync else None, finish=True)
     clock.lap("mix_seconds")
     line["mixed"] = await _evaluated(peer, t, "mixed")
     clock.lap("evaluate_seconds")
     peer.scores = line["mixed"] or peer.scores
     line |= {"mass": peer.transactions.mass, **peer.metrics.moved(), **clock.record()}
+    line |= peer.learner.record()
     peer.metrics.add("rounds")
     peer.record(line)
     peer.log("round", **line)
@@ -109,7 +114,7 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
         for p, w in weights.items()
         if p not in others or (may and neighbours.free(p) and p not in barred)
     }
-    message = await peer.off_loop(peer.learner.message)
+    message = await peer.off_loop(peer.learner.message, t)
     rest = await peer.off_loop(peer.learner.rest)
     if peer.settings.copies:
         to = set(chosen) & others
@@ -126,16 +131,34 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
 async def _gather(peer: Participant, t: int, expected: set[str]) -> None:
     """Until every promised share is here, or the deadline: late ones merge in a later round."""
     neighbours = peer.neighbours
+    # A round that was cut off may have taken some, and sent others back.
+    before = peer.store.senders_since(t) if peer.settings.rule is not None else set()
 
     def missing() -> set[str]:
         here = {p for p, s in peer.receiver.staged.items() if s.transfer.round >= t}
-        return expected - here - neighbours.outside() - neighbours.absent - neighbours.done
+        return expected - before - here - neighbours.outside() - neighbours.absent - neighbours.done
 
     await peer.until(lambda: not missing(), None)
     late = missing()
     if late and not peer.stopping:
         peer.log("deadline", round=t, missing=sorted(late))
         neighbours.absent |= late
+
+
+async def _settle(peer: Participant, t: int) -> None:
+    """Say what is taken, and wait for what others have taken: what is sent back is of this round.
+
+    A commit of its own: nobody waits for another's answer before it gives its own.
+    """
+    await peer.absorb(t, finish=False, returned=False)
+    neighbours = peer.neighbours
+
+    def unsaid() -> set[str]:
+        outbox = peer.transactions.accounts.outbox
+        return neighbours.waited_for({p for p in outbox if neighbours.senders[p].refund is None})
+
+    await peer.until(lambda: not unsaid(), None)
+    neighbours.clogged |= unsaid()
 
 
 async def _breathe(peer: Participant, t: int) -> None:

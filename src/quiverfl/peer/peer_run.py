@@ -77,10 +77,14 @@ class PeerRun:
                 "steps": self._placed(line.get("steps", 0)),
                 "mu_min": line["mass"],
                 "mu_max": line["mass"],
+                **self._private(line),
             }
         )
 
-    def _placed(self, value: int) -> list[int]:
+    def _private(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        return {"epsilon": self._placed(line["epsilon"])} if "epsilon" in line else {}
+
+    def _placed(self, value: float) -> list[float]:
         """This client's number among those of all, of which nothing is known."""
         return [value if client == self._number else 0 for client in range(self._clients)]
 

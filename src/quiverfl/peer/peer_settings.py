@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quiverfl.transforms.robustness import Robustness
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,6 +24,7 @@ class Settings:
     trust_store: bool = False
     evaluate_every: int = 1
     copies: bool = False  # of messages are sent, as the graph has it, in place of shares with mass
+    rule: Robustness | None = None  # what is taken of others' messages
 
 
 @dataclass

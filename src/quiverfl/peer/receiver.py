@@ -30,7 +30,8 @@ from quiverfl.peer.wire import (
     data_bytes,
     decode,
 )
-from quiverfl.transforms.robustness import within
+from quiverfl.transforms.coding import Origin
+from quiverfl.transforms.robustness import NormBound
 
 Answer = Callable[[Reply], Awaitable[None]]
 LARGEST = 1e18
@@ -68,6 +69,7 @@ class Receiver:
         self._transactions, self._agreement, self._limits = transactions, agreement, limits
         self._metrics, self._log, self._trace = metrics, log, trace
         self._intake, self._streams = Intake(limits.bodies, limits), Turns(limits.streams)
+        self._outliers = NormBound(limits.outlier_factor)
         self._commits: dict[tuple[str, int], asyncio.Future[None]] = {}
         self._refused: dict[str, tuple[int, float]] = {}  # in a row, and when the last one was
         self.staged: dict[str, Staged] = {}
@@ -173,7 +175,7 @@ class Receiver:
             assembly = Assembly(nbytes, transfer.digest)
             await self._fill(assembly, nbytes, frames, left)
             try:
-                message = self._agreement.manifest.unpack(assembly.payload())
+                message = await asyncio.to_thread(self._unpacked, transfer, assembly)
             except WireError:
                 raise
             except QuiverError as problem:
@@ -191,6 +193,10 @@ class Receiver:
         self.hear(transfer.sender, transfer.round)
         return Verdict.STAGED
 
+    def _unpacked(self, transfer: Transfer, assembly: Assembly) -> Leaves:
+        origin = Origin(self._roster.current.number(transfer.sender), transfer.round)
+        return self._agreement.manifest.unpack(assembly.payload(), origin)
+
     async def _refuse(self, transfer: Transfer, reason: str) -> Verdict:
         if self._judge(transfer) is Verdict.PROCEED:
             await self._transactions.bury(transfer, reason)
@@ -199,6 +205,15 @@ class Receiver:
             self._metrics.refused(reason)
             self._log.alarm("share refused for good", **_coordinates(transfer), reason=reason)
         return self._judge(transfer)
+
+    async def send_back(self, transfer: Transfer, reason: str) -> None:
+        """A share that is staged is refused for good after all: the run's rule does not take it."""
+        if not self._transactions.accounts.link(transfer.sender).gone:
+            await self._transactions.bury(transfer, reason)
+        self._metrics.refused(reason)
+        at = transfer.round
+        self._log("sent back", sender=transfer.sender, seq=transfer.seq, round=at, reason=reason)
+        self._done_with(transfer)
 
     def _check_record(self, sender: str) -> None:
         """Every share refused for good leaves a line in the books: nobody may fill them so."""
@@ -269,7 +284,7 @@ class Receiver:
         if self._limits.outlier != "off":
             here = norm(own) / max(self._transactions.mass, 1e-12)
             there = norm(message) / (transfer.units / UNIT if transfer.units else 1.0)
-            if not within(there, here, self._limits.outlier_factor):
+            if not self._outliers.takes(there, here):
                 self._log.alarm("outlier", **_coordinates(transfer), norm=there, own=here)
                 self._metrics.add("alarms")
                 if self._limits.outlier == "refuse":
@@ -314,11 +329,14 @@ class Receiver:
     def committed(self, transfers: list[Transfer]) -> None:
         """These are durable now: their senders may be told."""
         for transfer in transfers:
-            self.staged.pop(transfer.sender, None)
             self._refused.pop(transfer.sender, None)
-            waiting = self._commits.pop((transfer.sender, transfer.seq), None)
-            if waiting and not waiting.done():
-                waiting.set_result(None)
+            self._done_with(transfer)
+
+    def _done_with(self, transfer: Transfer) -> None:
+        self.staged.pop(transfer.sender, None)
+        waiting = self._commits.pop((transfer.sender, transfer.seq), None)
+        if waiting and not waiting.done():
+            waiting.set_result(None)
 
 
 async def _in_time(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.splitting import Split, check_peer_method, splitting
+from quiverfl.engine.transformed import check_transforms, trained_on
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.experiment import (
     load_data,
@@ -37,6 +39,7 @@ from quiverfl.peer.store import NoStore, Store
 from quiverfl.seeds import stream
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
+from quiverfl.transforms.privacy import DPSGD
 from quiverfl.trees import mapped
 
 CACHE = "cache"
@@ -54,11 +57,6 @@ def configuration(folder: PeerFolder) -> Config:
         raise QuiverError(
             f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "
             f"be the same; write clients = {members} in the configuration's [data]."
-        )
-    for section in config.transforms().record():
-        raise QuiverError(
-            f"[{section}] is for simulations: peers send whole messages as yet. Leave it out of "
-            "run.toml."
         )
     return config
 
@@ -102,10 +100,22 @@ def build_learner(folder: PeerFolder) -> PeerParts:
         executor="sequential" if settings.executor == "auto" else settings.executor,
         epochs_per_client=None if epochs is None else (epochs[number],),
     )
-    shard = Shard(task, data, method, config.training.training(), mine, clients=[number])
+    transforms = config.transforms()
+    as_peers = replace(settings, arithmetic="peers", epochs_per_client=mine.epochs_per_client)
+    check_transforms(transforms, task, data, method, topology, as_peers)
+    private = transforms.privacy
+    shard = Shard(
+        task,
+        trained_on(transforms, data, settings.seed, np.array([number]), members),
+        method,
+        config.training.training(),
+        mine,
+        clients=[number],
+        private=private if isinstance(private, DPSGD) else None,
+    )
     if folder.own.data is not None:
         shares = _placed(shares, number, members)
-    learner = ShardLearner(shard, task, method)
+    learner = ShardLearner(shard, task, method, transforms, members)
     return PeerParts(learner, method, task, topology, config, shares, split)
 
 
@@ -190,9 +200,12 @@ async def assemble(
     agreement = folder.agreement(parts.learner.manifest)
     store = await _opened(folder, parts.learner, agreement, join)
     _check_agreement(folder, store, agreement)
+    if parts.config.transforms().privacy is not None and folder.peers.noise == "secret":
+        parts.learner.draw_noise_from(_secret(store))
     run = parts.config.run
     settings = folder.settings(run.rounds, run.evaluate_every, trust_store)
-    settings = replace(settings, copies=parts.split == "copies")
+    rule = parts.config.transforms().robustness
+    settings = replace(settings, copies=parts.split == "copies", rule=rule)
     return Node(
         parts.learner,
         parts.topology,
@@ -203,6 +216,13 @@ async def assemble(
         folder.limits(),
         record=record,
     )
+
+
+def _secret(store: Store) -> bytes:
+    """Of this peer's noise: made once, and kept, so that a round done again sends the same."""
+    if not store.meta("noise"):
+        store.note("noise", secrets.token_hex(32))
+    return bytes.fromhex(store.meta("noise"))
 
 
 def _check_agreement(folder: PeerFolder, store: Store, agreement: Agreement) -> None:

@@ -181,6 +181,12 @@ class Store:
             found = self._database.execute(query, (receiver, most, rows)).fetchall()
         return [Transfer(*row[:8]) for row in found]
 
+    def senders_since(self, round: int) -> set[str]:
+        """Whose shares of this round or a later one were taken or refused."""
+        with self._one_at_a_time:
+            found = self._rows("SELECT DISTINCT sender FROM received WHERE round >= ?", round)
+        return {row[0] for row in found}
+
     # Commits
 
     def note(self, key: str, value: str) -> None:

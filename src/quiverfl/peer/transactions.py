@@ -14,13 +14,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quiverfl.engine.shares import added, averaged, scaled, split_mass
+from quiverfl.engine.shares import added, averaged, kept, scaled, split_mass, unknown
 from quiverfl.peer import ledger
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
-from quiverfl.peer.manifest import Leaves, Manifest, magnitude, total
+from quiverfl.peer.manifest import Leaves, Manifest, as_coded, magnitude, total
 from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.wire import Clock
+from quiverfl.transforms.coding import Origin
 
 Result = TypeVar("Result")
 Moved = list[tuple[int, float]]
@@ -35,12 +36,42 @@ def first_entry(kind: str, message: Leaves, round: int = 0) -> Entry:
     return Entry(kind, round, UNIT, UNIT, 0, opening, 0.0, 0.0, 0.0, magnitude(message))
 
 
+class _Sealing:
+    """A message that is to be split: as it is, or coded once for all its shares."""
+
+    def __init__(
+        self, manifest: Manifest, message: Leaves, origin: Origin, whole: bool = False
+    ) -> None:
+        self._manifest, self._message, self._code = manifest, message, b""
+        self._known: Leaves | None = None
+        if manifest.coding is not None and not whole:
+            self._code = manifest.coding.coded(message, origin)
+            self._known = manifest.unpack(as_coded(self._code, 1.0), origin)
+
+    def sealed(self, part: int, whole: int) -> tuple[bytes, str, float]:
+        """Of a share: its bytes, what names them, the sum of its numbers."""
+        if self._known is None:
+            share = scaled(self._message, part, whole) if part != whole else self._message
+            payload = self._manifest.pack(share)
+        else:
+            share = scaled(self._known, part, whole)
+            payload = as_coded(self._code, part / whole)
+        return payload, hashlib.sha256(payload).hexdigest(), total(share)
+
+    def own(self, part: int, whole: int) -> Leaves:
+        """What stays."""
+        if self._known is None:
+            return scaled(self._message, part, whole)
+        return kept(self._message, self._known, part, whole)
+
+
 class Transactions:
     """Accounts, own share and rest of one peer, in step with its store."""
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: Store, manifest: Manifest, number: int = 0) -> None:
+        """`number` is this client's."""
         self._store = store
-        self._manifest = manifest
+        self._manifest, self._number = manifest, number
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Future[Any]] = set()
         self.accounts: Accounts = store.accounts()
@@ -98,23 +129,35 @@ class Transactions:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     async def push(
-        self, round: int, message: Leaves, rest: Leaves, parts: Mapping[str, int], home: int
+        self,
+        round: int,
+        message: Leaves,
+        rest: Leaves,
+        parts: Mapping[str, int],
+        home: int,
+        whole: bool = False,
     ) -> list[Transfer]:
-        """Split the trained message; the shares may be sent once this returns."""
+        """Split the trained message; the shares may be sent once this returns.
+
+        Where the run compresses, what is split is Q(u), and u - Q(u) stays; with `whole` it does
+        not compress, so that everything can be given away.
+        """
 
         def transaction() -> list[Transfer]:
             # A neighbour may have left or been evicted since it was chosen.
             open = {p: part for p, part in parts.items() if ledger.free(self.accounts, p)}
-            units, whole = split_mass(self.accounts.units, open, home)
+            units, all_parts = split_mass(self.accounts.units, open, home)
+            if not units:
+                return self._pushed(round, message, message, rest, {}, [])
+            sealing = _Sealing(self._manifest, message, self._origin(round), whole)
             sealed = {
-                part: self._sealed(scaled(message, part, whole))
-                for part in {parts[peer] for peer in units}
+                part: sealing.sealed(part, all_parts) for part in {parts[peer] for peer in units}
             }
             shares = {
                 peer: (Share(count, *sealed[parts[peer]][1:]), sealed[parts[peer]][0])
                 for peer, count in units.items()
             }
-            own = scaled(message, home, whole) if units else message
+            own = sealing.own(home, all_parts)
             outgoing = [(share.units, share.total) for share, _ in shares.values()]
             return self._pushed(round, message, own, rest, shares, outgoing)
 
@@ -128,16 +171,17 @@ class Transactions:
 
         def transaction() -> list[Transfer]:
             open = [peer for peer in chosen if ledger.free(self.accounts, peer)]
-            payload, digest, value = self._sealed(message) if open else (b"", "", 0.0)
+            payload, digest, value = b"", "", 0.0
+            if open:
+                sealing = _Sealing(self._manifest, message, self._origin(round))
+                payload, digest, value = sealing.sealed(1, 1)
             shares = {peer: (Share(0, digest, value), payload) for peer in open}
             return self._pushed(round, message, message, rest, shares, [])
 
         return await self._alone(transaction)
 
-    def _sealed(self, share: Leaves) -> tuple[bytes, str, float]:
-        """(its bytes, what names them, the sum of its numbers)."""
-        payload = self._manifest.pack(share)
-        return payload, hashlib.sha256(payload).hexdigest(), total(share)
+    def _origin(self, round: int) -> Origin:
+        return Origin(self._number, round)
 
     def _pushed(
         self,
@@ -151,7 +195,9 @@ class Transactions:
         accounts = ledger.witness(self.accounts, self._witnessed)
         accounts = ledger.push(accounts, round, {p: share for p, (share, _) in shares.items()})
         trained = total(message) - self._total
-        entry = self._entry("push", accounts, own, outgoing=outgoing, trained=trained)
+        # What stays of a coded message is its difference to another, rounded as both are.
+        about = message if self._manifest.coding is not None else {}
+        entry = self._entry("push", accounts, own, (), outgoing, trained, about)
         memory = Memory(own, rest)
         transfers = [accounts.outbox[peer] for peer in shares]
         payloads = {share.digest: payload for share, payload in shares.values()}
@@ -181,10 +227,11 @@ class Transactions:
             transfers = [transfer for transfer, _ in receipts]
             accounts = ledger.witness(self.accounts, self._witnessed)
             accounts = ledger.absorb(accounts, transfers, refunds)
+            before = self.memory.message if self._manifest.coding is not None else {}
             message, incoming, outgoing = (
                 self._sum(receipts, refunds) if weigh is None else self._mean(receipts, weigh)
             )
-            entry = self._entry("absorb", accounts, message, incoming, outgoing)
+            entry = self._entry("absorb", accounts, message, incoming, outgoing, 0.0, before)
             accounts = ledger.finish_round(accounts) if finish else accounts
             memory = Memory(message, self.memory.rest)
             self._store.absorb(accounts, memory, transfers, refunds, entry)
@@ -196,7 +243,10 @@ class Transactions:
         self, receipts: Sequence[tuple[Transfer, Leaves]], refunds: Sequence[Transfer]
     ) -> tuple[Leaves, Moved, Moved]:
         payloads = [share for _, share in receipts]
-        payloads += [self._manifest.unpack(self._store.payload(r.digest)) for r in refunds]
+        payloads += [
+            self._manifest.unpack(self._store.payload(refund.digest), self._origin(refund.round))
+            for refund in refunds
+        ]
         moved = [(t.units, t.total) for t in (*(transfer for transfer, _ in receipts), *refunds)]
         return added(self.memory.message, payloads), moved, []
 
@@ -211,9 +261,15 @@ class Transactions:
             for (transfer, _), weight in zip(receipts, others, strict=True)
         ]
         copies = [(copy, weight) for (_, copy), weight in zip(receipts, others, strict=True)]
-        message = averaged(self.memory.message, own, copies)
-        left = (0, (whole - own) / whole * self._total if own + sum(others) else 0.0)
-        return message, incoming, [left]
+        coding, message = self._manifest.coding, self.memory.message
+        if coding is None:
+            mean, known = averaged(message, own, copies), self._total
+        else:
+            told = coding.known(message, self._origin(self.accounts.round))
+            mean = added(unknown(message, told), [averaged(told, own, copies)])
+            known = total(told)
+        left = (0, (whole - own) / whole * known if own + sum(others) else 0.0)
+        return mean, incoming, [left]
 
     def _entry(
         self,
@@ -223,6 +279,7 @@ class Transactions:
         incoming: Iterable[tuple[int, float]] = (),
         outgoing: Iterable[tuple[int, float]] = (),
         trained: float = 0.0,
+        about: Leaves | None = None,
     ) -> Entry:
         incoming, outgoing = list(incoming), list(outgoing)
         return Entry(
@@ -235,7 +292,9 @@ class Transactions:
             total_in=math.fsum(value for _, value in incoming),
             total_out=math.fsum(value for _, value in outgoing),
             trained=trained,
-            scale=magnitude(message) + sum(abs(value) for _, value in (*incoming, *outgoing)),
+            scale=magnitude(message)
+            + magnitude(about or {})
+            + sum(abs(value) for _, value in (*incoming, *outgoing)),
         )
 
     def _become(self, accounts: Accounts, memory: Memory, entry: Entry) -> None:

@@ -79,8 +79,8 @@ def client_counts(
 
 
 def interval(numbers: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % interval of the mean."""
-    if len(numbers) < 2:
+    """Student's 95 % interval of the mean; unknown where nothing says how sure it is."""
+    if len(numbers) < 2 or _coincide(numbers):
         return math.nan, math.nan
     quantile = float(special.stdtrit(len(numbers) - 1, 1 - LEVEL / 2))
     reach = quantile * _std(numbers) / math.sqrt(len(numbers))
@@ -89,13 +89,12 @@ def interval(numbers: Sequence[float]) -> tuple[float, float]:
 
 
 def p_value(numbers: Sequence[float]) -> float:
-    """Of Student's two-sided test that the mean is zero; differences without spread are certain."""
-    if len(numbers) < 2:
+    """Of Student's two-sided test that the mean is zero; unknown where nothing says how sure."""
+    if not any(numbers) and len(numbers) > 1:
+        return 1.0
+    if len(numbers) < 2 or _coincide(numbers):
         return math.nan
-    std = _std(numbers)
-    if std == 0:
-        return 0.0 if np.mean(numbers) else 1.0
-    statistic = abs(float(np.mean(numbers))) / (std / math.sqrt(len(numbers)))
+    statistic = abs(float(np.mean(numbers))) / (_std(numbers) / math.sqrt(len(numbers)))
     return float(2 * stats.t.sf(statistic, len(numbers) - 1))
 
 
@@ -115,13 +114,11 @@ def seeds_needed(numbers: Sequence[float]) -> float:
 
     Infinite beyond a thousand; the size and the spread are taken as these few seeds show them.
     """
-    if len(numbers) < 2:
-        return math.nan
-    mean, std = abs(float(np.mean(numbers))), _std(numbers)
-    if mean == 0:
+    mean, std = abs(float(np.mean(numbers))) if len(numbers) else math.nan, _std(numbers)
+    if len(numbers) > 1 and mean == 0:
         return math.inf
-    if std == 0:
-        return 2.0
+    if len(numbers) < 2 or _coincide(numbers):
+        return math.nan
     for seeds in range(2, MOST_SEEDS + 1):
         if power(mean / std, seeds) >= POWER:
             return float(seeds)
@@ -145,6 +142,15 @@ def _pairs(group: Group, against: Group) -> list[tuple[RunResult, RunResult]]:
 
 def _mean(run: RunResult, stage: str, report: Report, metric: str) -> float:
     return spread(run_scores(run, stage, report, metric), metric)["mean"]
+
+
+def _coincide(numbers: Sequence[float]) -> bool:
+    """Whether all are the same, up to rounding.
+
+    Accuracy on few samples moves in steps, so two or three seeds can show one difference by chance:
+    a spread of zero is no proof of certainty.
+    """
+    return _std(numbers) <= 1e-9 * float(np.max(np.abs(numbers)))
 
 
 def _std(numbers: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.errors import QuiverError, leave_out, nearest
 from quiverfl.references import is_reference, load_callable, origin
 from quiverfl.topologies.analysis import TopologyReport, analyse
 from quiverfl.topologies.choosing import bandit_push, loss_push, similar_push
@@ -149,7 +149,8 @@ def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) 
         if option not in known:
             raise QuiverError(
                 f"topology {name!r} has no option {option!r}: "
-                f"{nearest(option, {*known, *COMMON_OPTIONS} - {'clients'})}"
+                f"{nearest(option, {*known, *COMMON_OPTIONS} - {'clients'})} "
+                f"{leave_out(f'topology.{option}')}"
             )
     for option, parameter in known.items():
         needed = parameter.default is parameter.empty and parameter.kind.name != "VAR_POSITIONAL"

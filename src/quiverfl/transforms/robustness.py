@@ -106,7 +106,10 @@ class Balance:
 
 @dataclass(frozen=True)
 class NormBound:
-    """Takes a model whose norm is at most `factor` times one's own: the outlier rule of peers."""
+    """Takes a model whose norm is at most `factor` times one's own.
+
+    It is also the rule by which peers tell outliers (peers.outlier), each for itself.
+    """
 
     factor: Positive = 10.0
 
@@ -117,25 +120,28 @@ class NormBound:
         check_options(self, "robustness")
 
     def factors(self, seen: Seen) -> Floats:
-        return np.asarray(within(seen.theirs, seen.own, self.factor), dtype=np.float64)
+        return np.asarray(self.takes(seen.theirs, seen.own), dtype=np.float64)
 
     def reach(self, progress: float) -> float:
         return max(0.0, self.factor - 1)
 
+    def takes(self, theirs: Any, own: Any) -> Any:
+        """Whether a norm, or every one of many, is no outlier beside one's own."""
+        return ~np.greater(theirs, self.factor * np.asarray(own))
 
-def within(theirs: Any, own: Any, factor: float) -> Any:
-    """Whether a norm, or every one of many, is no outlier beside one's own."""
-    return ~np.greater(theirs, factor * np.asarray(own))
 
+def judged(graph: Graph, factors: Floats, mass: bool = True) -> Graph:
+    """The graph with every link between two clients weighed by its factor (in `across` order).
 
-def judged(graph: Graph, factors: Floats) -> Graph:
-    """The graph with every link between two clients weighed by its factor (in `across` order)."""
+    Without a `mass` that would tell how much of everything there is, rows that sum to 1 stay so.
+    """
     links = graph.sparse.tocoo()
     other = links.row != links.col
     weights = links.data.copy()
     weights[other] *= factors
     refused = links.data - weights
-    home = links.col if graph.column_stochastic else links.row
+    to_sender = graph.column_stochastic and (mass or not graph.row_stochastic)
+    home = links.col if to_sender else links.row
     kept = np.bincount(home, weights=refused, minlength=graph.clients)
     everyone = np.arange(graph.clients)
     return from_entries(

@@ -149,11 +149,13 @@ def load_dataset(
 def check_source(name: str, options: Iterable[str]) -> None:
     """Refuse an unknown name or option without reading anything."""
     if is_reference(name):
-        check_options(f"data {name!r}", load_callable(name), sorted(set(options) - {"cache"}))
+        check_options(
+            f"data {name!r}", load_callable(name), sorted(set(options) - {"cache"}), "data.options"
+        )
         return
     read = find_source(name).read
     own = set(options) - {"path", "cache"}  # load_dataset's, for every source
-    check_options(f"data {name!r}", read, sorted(own), given=("path", "folder"))
+    check_options(f"data {name!r}", read, sorted(own), "data.options", given=("path", "folder"))
 
 
 def find_source(name: str) -> Source:
@@ -189,7 +191,7 @@ def _own_path(name: str, path: Path | str | None) -> Path:
 
 def _own_code(name: str, options: dict[str, Any]) -> Dataset:
     function = load_callable(name)
-    check_options(f"data {name!r}", function, options)
+    check_options(f"data {name!r}", function, options, "data.options")
     dataset = function(**options)
     if not isinstance(dataset, Dataset):
         raise QuiverError(
