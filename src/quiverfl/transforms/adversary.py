@@ -138,12 +138,12 @@ class Adaptive:
     """Knows the receivers' rule and sends its update reversed, as far as they just take it.
 
     before - s · (sent - before)/‖sent - before‖ with s = margin · reach · ‖before‖, of models: a
-    receiver is taken to be where the attacker was when the round began. `distance` sets the reach,
-    which is otherwise that of the run's rule.
+    receiver is taken to be about where the attacker was when the round began, and `margin` is for
+    what it has moved since. `distance` sets the reach, which is otherwise that of the run's rule.
     """
 
     share: Fraction = 0.2
-    margin: Fraction = 0.9
+    margin: Fraction = 0.5
     distance: Positive | None = None
 
     name = "adaptive"
