@@ -21,7 +21,7 @@ from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import ShareExchange
-from quiverfl.engine.splitting import LOOKED_AT, splitting
+from quiverfl.engine.splitting import foreseen, splitting
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.methods.contract import Interleaved, Message, Method, Once
@@ -318,7 +318,7 @@ def _check_peers(
 
 def _check_weights(topology: Topology, rounds: int) -> None:
     """Whoever gives everything away has no model to compare others' with."""
-    for round in range(min(max(1, rounds), LOOKED_AT)):
+    for round in range(foreseen(topology, rounds)):
         if (topology(round).sparse.diagonal() <= 0).any():
             raise QuiverError(
                 f"robustness: in round {round} of {topology.name} a client keeps nothing of its "
