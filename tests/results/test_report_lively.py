@@ -81,6 +81,26 @@ def first_column(browser: Browser, table: str) -> list[str]:
     return found
 
 
+RIGHT = "getBoundingClientRect().right"
+BEYOND = f"(t, c) => t.{RIGHT} > c.{RIGHT} + 1"
+
+
+def test_nothing_is_cut_off_at_the_right(browser: Browser) -> None:
+    """Tables have room in a wide window; the last number below a chart has it in any."""
+    tables = "[...document.querySelectorAll('.wide')]"
+    assert browser.evaluate(f"{tables}.length") > 3
+    assert browser.evaluate(f"{tables}.filter((t) => t.scrollWidth > t.clientWidth).length") == 0
+    for width in (1400, 420):
+        browser.window(width)
+        browser.until(f"{CHART}.querySelector('svg').clientWidth <= {CHART}.clientWidth")
+        cut = (
+            "[...document.querySelectorAll('.chart')].flatMap((c) => "
+            f"[...c.querySelectorAll('.tick')].filter((t) => ({BEYOND})(t, c)))"
+        )
+        assert browser.evaluate(f"{cut}.length") == 0, width
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_the_pointer_is_told_the_values(browser: Browser) -> None:
     box = place(browser, CHART)
     browser.mouse("Moved", box["left"] + box["width"] - 11, box["top"] + 60)

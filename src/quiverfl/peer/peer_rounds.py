@@ -52,14 +52,14 @@ async def _agreed(peer: Participant) -> None:
 
 
 async def _round(peer: Participant, t: int) -> None:
-    graph, sync, clock = peer.topology(t), peer.sync(), Clock()
+    graph, sync, clock = peer.graph(t), peer.sync(), Clock()
     check_split("copies" if peer.settings.copies else "shares", graph, t)
     active, share = bool(graph.active[peer.number]), float(graph.active.mean())
     line: dict[str, Any] = {"round": t, "active": int(active)}
     resumed = peer.transactions.accounts.pushed  # cut off before; it may have taken some already
     if not resumed:
         peer.state = "training"
-        keep = t + 1 < peer.settings.rounds and not peer.topology(t + 1).active[peer.number]
+        keep = t + 1 < peer.settings.rounds and not peer.graph(t + 1).active[peer.number]
         await peer.off_loop(peer.learner.train, t, active, share, active and bool(keep))
         clock.lap("train_seconds")
         line["local"] = await _evaluated(peer, t, "local")
@@ -68,8 +68,11 @@ async def _round(peer: Participant, t: int) -> None:
         if peer.stopping or not await _push(peer, t, receivers(graph, peer.names, peer.number)):
             return
     peer.state = "waiting"
-    expected = set(expected_senders(graph, peer.names, peer.number))
-    if sync:
+    expected: set[str] = set()  # known to the graph, unless everybody chooses for itself
+    if sync and peer.topology.looks is not None:
+        await _listen(peer, t)
+    elif sync:
+        expected = set(expected_senders(graph, peer.names, peer.number))
         await _gather(peer, t, expected)
     else:
         await _breathe(peer, t)
@@ -121,6 +124,8 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
         if p not in others or (may and neighbours.free(p) and p not in barred)
     }
     message = await peer.off_loop(peer.learner.message, t)
+    numbers = [number for number, name in enumerate(peer.names) if name in set(chosen) & others]
+    told = await peer.off_loop(peer.learner.tell, numbers)
     rest = await peer.off_loop(peer.learner.rest)
     if peer.settings.copies:
         to = set(chosen) & others
@@ -128,7 +133,7 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
     else:
         parts = ledger.as_parts(chosen)
         home = parts.pop(peer.agreement.name, 0)
-        transfers = await peer.transactions.push(t, message, rest, parts, home)
+        transfers = await peer.transactions.push(t, message, rest, parts, home, told=told)
     for transfer in transfers:
         neighbours.senders[transfer.receiver].wake()
     return True
@@ -161,6 +166,37 @@ def _left_behind(peer: Participant, t: int, expected: set[str]) -> bool:
     staged = peer.receiver.staged
     later = {p for p in expected & set(staged) if staged[p].transfer.round > t}
     return bool(later - peer.receiver.refused_senders())
+
+
+async def _listen(peer: Participant, t: int) -> None:
+    """Where everybody chooses whom to send to: until all have said that they have, or the deadline.
+
+    Whoever has pushed says so, and which number its last share to this peer has.
+    """
+    neighbours, heard = peer.neighbours, peer.receiver.heard
+    neighbours.absent -= {p for p, round in heard.items() if round > t}
+
+    def missing() -> set[str]:
+        staged = {p: s.transfer for p, s in peer.receiver.staged.items()}
+        here = {p for p, share in staged.items() if share.round >= t}
+        silent = {
+            p
+            for p, round in heard.items()
+            if round > t and neighbours.delivered(p, staged[p].seq if p in staged else 0)
+        }
+        return neighbours.staying() - here - silent - neighbours.absent - neighbours.done
+
+    await neighbours.tell(neighbours.staying())
+    end, pause = time.monotonic() + peer.settings.deadline, 0.02
+    while missing() and time.monotonic() < end:
+        await peer.until(lambda: not missing(), min(pause, end - time.monotonic()))
+        if peer.stopping or peer.condition.leaving:
+            return
+        await neighbours.tell(missing())
+        pause = min(1.5 * pause, 1.0)
+    if late := missing():
+        peer.log("deadline", round=t, missing=sorted(late))
+        neighbours.absent |= late
 
 
 async def _settle(peer: Participant, up_to: int | None) -> None:

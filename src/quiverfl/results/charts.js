@@ -132,7 +132,11 @@ class Chart {
     draw(draw(draw(svg, "defs", {}), "clipPath", { id: clip }), "rect", room);
     for (const t of this.x.ticks) {
       draw(svg, "line", { x1: this.x.place(t), x2: this.x.place(t), y1: box.top, y2: box.bottom, class: "grid" });
-      draw(svg, "text", { x: this.x.place(t), y: box.bottom + 17, class: "tick middle" }, WORDS[spec.x.kind].tick(t));
+      const words = draw(svg, "text", { x: this.x.place(t), y: box.bottom + 17, class: "tick middle" }, WORDS[spec.x.kind].tick(t));
+      if (this.x.place(t) + words.getComputedTextLength() / 2 > width) { // it would be cut off
+        words.setAttribute("x", width);
+        words.setAttribute("class", "tick end");
+      }
     }
     if (!points) for (const t of this.y.ticks) {
       draw(svg, "line", { x1: box.left, x2: width - box.right, y1: this.y.place(t), y2: this.y.place(t), class: "grid" });

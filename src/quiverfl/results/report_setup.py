@@ -184,11 +184,15 @@ def _seeds(groups: Sequence[Group]) -> str:
     return f"Seeds: {'; '.join(parts)}."
 
 
+FOOT = ("started", "command")
+"""What the page's last lines say."""
+
+
 def _environment(environments: Sequence[Mapping[str, Any]]) -> Markup:
     known = [environment for environment in environments if environment]
     if not known:
         return tag("div", tag("h3", "environment"), missing("Not recorded."))
-    names = dict.fromkeys(name for environment in known for name in environment)
+    names = dict.fromkeys(name for environment in known for name in environment if name not in FOOT)
     every = {
         name: " / ".join(dict.fromkeys(str(environment.get(name)) for environment in known))
         for name in names
