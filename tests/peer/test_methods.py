@@ -70,7 +70,7 @@ def node_on(
     data = tiny_data(SIZES[: topology.clients]).only([number])
     private = transforms.privacy if isinstance(transforms.privacy, qv.DPSGD) else None
     shard = Shard(task, data, method, TRAINING, settings, clients=[number], private=private)
-    learner = ShardLearner(shard, task, method, transforms, topology.clients)
+    learner = ShardLearner(shard, task, method, transforms, topology.clients, topology.looks)
     agreement = Agreement(roster.run, folder.name, "c" * 64, learner.manifest)
     try:
         store = Store.open(folder / "store", trace)

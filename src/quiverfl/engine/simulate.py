@@ -22,7 +22,7 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.splitting import splitting
+from quiverfl.engine.splitting import seen_alone, splitting
 from quiverfl.engine.transformed import check_transforms, trained_on, transformed_exchange
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
@@ -74,6 +74,12 @@ class Simulation:
             measured=measured,
         )
 
+    @property
+    def _graphs(self) -> Topology:
+        """Where clients look, peers know no more than each was told itself."""
+        peers = self.settings.arithmetic == "peers"
+        return seen_alone(self.topology) if peers else self.topology
+
     def exchange(self, shard: Shard) -> Exchange:
         return transformed_exchange(
             self.transforms, self.method, self.topology, self.settings, shard.outbox
@@ -118,7 +124,7 @@ class Simulation:
             run = Run(self, shard, exchange, history)
             try:
                 with told.closing(), contextlib.suppress(_Enough):
-                    play(shard, exchange, self.topology, told, settings, start, after_round)
+                    play(shard, exchange, self._graphs, told, settings, start, after_round)
             except (CallbackFailed, Diverged) as error:
                 error.run = run
                 raise

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from quiverfl.engine.fit import fitting
+from quiverfl.engine.shares import column
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.topology import Topology
+from quiverfl.topologies.topology import Topology, from_entries
+from quiverfl.topologies.view import View
 
 Split: TypeAlias = Literal["shares", "copies"]
 
@@ -19,13 +24,8 @@ LOOKED_AT = 256
 def splitting(method: Method, topology: Topology, rounds: int) -> Split:
     """How peers carry this method's messages over this topology; refused if they cannot."""
     check_peer_method(method)
-    if topology.looks is not None:
-        raise QuiverError(
-            f"topology {topology.name!r} chooses by what clients told each other, which peers do "
-            "not send yet: use random_push, or run it in simulation."
-        )
     split: Split = "shares"
-    looked_at = range(min(max(1, rounds), LOOKED_AT))
+    looked_at = range(foreseen(topology, rounds))
     for round in looked_at:
         graph = topology(round)
         if graph.hub:
@@ -36,9 +36,44 @@ def splitting(method: Method, topology: Topology, rounds: int) -> Split:
         fitting(method, graph)
         if not graph.column_stochastic:
             split = "copies"
+    if topology.looks is not None and split == "copies":
+        raise QuiverError(
+            f"topology {topology.name!r} looks, and its columns do not sum to 1: a peer chooses "
+            "whom to give shares of its message, and cannot know who would choose a copy of it. "
+            "Use loss_push, similar_push, bandit_push or another in which senders choose."
+        )
     for round in looked_at:
         check_split(split, topology(round), round)
     return split
+
+
+def foreseen(topology: Topology, rounds: int) -> int:
+    """Of how many rounds the graph is looked at before a run: the first, if clients choose it."""
+    return 1 if topology.looks is not None else min(max(1, rounds), LOOKED_AT)
+
+
+def seen_alone(topology: Topology) -> Topology:
+    """The same where everybody chooses from what it was told itself, and knows no more.
+
+    A rule that lets clients look no further than that gives the same graph.
+    """
+    if topology.looks is None:
+        return topology
+    options = dict(topology.options)
+    draw = partial(_chosen_alone, topology)
+    return Topology(topology.name, topology.clients, draw, options, topology.looks)
+
+
+def _chosen_alone(topology: Topology, round: int, view: View) -> Graph:
+    graphs = [topology(round, view.only(client)) for client in range(topology.clients)]
+    columns = [column(graph, client) for client, graph in enumerate(graphs)]
+    return from_entries(
+        topology.clients,
+        np.array([to for found in columns for to in found], dtype=np.int64),
+        np.array([client for client, found in enumerate(columns) for _ in found], dtype=np.int64),
+        np.array([weight for found in columns for weight in found.values()]),
+        active=graphs[0].active,
+    )
 
 
 def check_peer_method(method: Method) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from quiverfl.engine.alterations import Alterations
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.shares import biased, column, debiased, row
+from quiverfl.engine.sight import Sight
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import Weighs
@@ -20,13 +21,16 @@ from quiverfl.peer.manifest import Array, Leaves, Manifest
 from quiverfl.task import Point, Task
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology
+from quiverfl.topologies.view import Looks, View
 from quiverfl.transforms.chosen import PLAIN, Transforms
 from quiverfl.transforms.coding import Coding
 from quiverfl.transforms.privacy import spent
 
-LOCAL, OPTIMIZER, ALTERED, VISITS = "local/", "optimizer/", "altered/", "visits/"
+LOCAL, OPTIMIZER, ALTERED, SIGHT = "local/", "optimizer/", "altered/", "sight/"
+VISITS = "visits/"
 """In the rest beside the state's fields: the last trained model, what optimizers keep, what
-altered messages start from, and how often each sample was looked at where that is counted."""
+altered messages start from, what others have told, and how often each sample was looked at where
+that is counted."""
 EVERYBODY = np.ones(1, dtype=np.bool_)
 
 
@@ -61,6 +65,13 @@ class Learner(Protocol):
     def model(self) -> Leaves:
         """The personal model, by parameter name."""
 
+    @property
+    def view(self) -> View | None:
+        """What this client was told by others, if the topology looks."""
+
+    def tell(self, to: Sequence[int]) -> Array | None:
+        """What it says of itself to these in this round; it remembers that it did."""
+
 
 class ShardLearner:
     """A shard of one client behind the Learner's face: the same method objects as in simulation.
@@ -78,8 +89,9 @@ class ShardLearner:
         method: Method,
         transforms: Transforms = PLAIN,
         clients: int = 1,
+        looks: Looks | None = None,
     ) -> None:
-        """`clients` are all of the run, the others' too."""
+        """`clients` are all of the run, the others' too; `looks` is what the topology asks for."""
         self._shard, self._task = shard, task
         outbox = shard.outbox()
         self._mass = method.mass if method.mass in outbox else None
@@ -87,12 +99,29 @@ class ShardLearner:
         sparse, seed = isinstance(method, Weighs), shard.context.seed
         compression = transforms.compression
         coding = None if compression is None else Coding(compression, seed)
-        self.manifest = Manifest.of(self.message(), self._parameters(), sparse, coding)
+        told = 0 if looks is None else looks.width
+        self.manifest = Manifest.of(self.message(), self._parameters(), sparse, coding, told)
+        if looks is not None:
+            shard.sight = Sight(looks, shard.context, method, shard.ids, clients)
         self._alterations: Alterations | None = None
         if Alterations.asked_for(transforms):
             self._alterations = Alterations(
                 transforms, seed, shard.ids, clients, self._mass, outbox
             )
+
+    @property
+    def view(self) -> View | None:
+        return self._shard.view
+
+    def tell(self, to: Sequence[int]) -> Array | None:
+        sight = self._shard.sight
+        if sight is None:
+            return None
+        me = int(self._shard.ids[0])
+        sight.view.told[me, me] = sight.telling[0]
+        sight.view.sent[me, list(to)] += 1
+        telling: Array = sight.telling[0]
+        return telling
 
     def draw_noise_from(self, secret: bytes) -> None:
         """Others know the seed of the run: the noise of privacy is to be known to nobody."""
@@ -145,6 +174,9 @@ class ShardLearner:
         if self._alterations is not None:
             kept_rows = self._alterations.tensors()
             rest |= {f"{ALTERED}{name}": _copied(rows[0]) for name, rows in kept_rows.items()}
+        if self._shard.sight is not None:
+            known = self._shard.sight.rows()
+            rest |= {f"{SIGHT}{name}": _copied(rows[0]) for name, rows in known.items()}
         if self._shard.context.private is not None:
             rest[VISITS] = self._shard.visits.copy()
         return rest
@@ -186,6 +218,9 @@ class ShardLearner:
         if self._alterations is not None:
             rows = {n.removeprefix(ALTERED): x[None] for n, x in tensors.items() if ALTERED in n}
             self._alterations.restore(rows)
+        if self._shard.sight is not None:
+            rows = {n.removeprefix(SIGHT): x[None] for n, x in tensors.items() if SIGHT in n}
+            self._shard.sight.restore(rows)
         if VISITS in rest:
             self._shard.visits = np.array(rest[VISITS])
 
@@ -230,6 +265,8 @@ def expected_senders(graph: Graph, names: list[str], me: int) -> dict[str, float
 
 def mutual_neighbours(topology: Topology, names: list[str], me: int) -> set[str]:
     """Who pushes to this peer and gets from it, in the first rounds of the graph."""
+    if topology.looks is not None:  # whoever is chosen
+        return set(names) - {names[me]}
     gives: set[str] = set()
     gets: set[str] = set()
     for round in range(min(256, max(64, 8 * len(names)))):

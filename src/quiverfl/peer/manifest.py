@@ -3,7 +3,8 @@
 A payload is the raw little-endian buffers of the leaves, end to end; or, for a method that has
 `payload` since its messages are smaller than their tensors, their non-zero numbers (packing.py).
 Where the run compresses, it is a byte that says which: WHOLE and the raw buffers, or CODED, the
-share's part of the message (a double, little-endian) and the codes of the leaves.
+share's part of the message (a double, little-endian) and the codes of the leaves. Where the
+topology looks, what the sender tells of itself goes before that, float32 numbers.
 Names, shapes and types come from the manifest both sides have agreed on by its hash, so a personal
 part, which is not in it, cannot leave, and a received shape is never trusted.
 """
@@ -33,6 +34,7 @@ from quiverfl.transforms.coding import Coding, Origin
 TYPES = ("<f4", "<f8")
 WHOLE, CODED = b"\0", b"\1"
 _PART = struct.Struct("<d")
+TOLD = np.dtype("<f4")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Manifest:
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     sparse: bool = False
     coding: Coding | None = None
+    told: int = 0
+    """How many numbers a sender tells of itself beside the message."""
 
     @classmethod
     def of(
@@ -66,6 +70,7 @@ class Manifest:
         parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
         sparse: bool = False,
         coding: Coding | None = None,
+        told: int = 0,
     ) -> Manifest:
         leaves = []
         for name in sorted(message):
@@ -76,7 +81,7 @@ class Manifest:
                 )
             leaves.append(Leaf(name, kind, tuple(message[name].shape)))
         named = tuple((name, tuple(shape)) for name, shape in parameters)
-        return cls(tuple(leaves), named, sparse, coding)
+        return cls(tuple(leaves), named, sparse, coding, told)
 
     @cached_property
     def nbytes(self) -> int:
@@ -85,6 +90,7 @@ class Manifest:
 
     def allows(self, nbytes: int) -> bool:
         """Whether a payload may be of this size."""
+        nbytes -= TOLD.itemsize * self.told
         if self.coding is not None:
             sizes = {leaf.name: (leaf.size, int(leaf.type[-1])) for leaf in self.leaves}
             coded = _PART.size + self.coding.bytes_of(sizes)
@@ -98,6 +104,7 @@ class Manifest:
         content = [[leaf.name, leaf.type, leaf.shape] for leaf in self.leaves]
         form: dict[str, Any] = {"sparse": True} if self.sparse else {}
         form |= {} if self.coding is None else {"coding": repr(self.coding)}
+        form |= {"told": self.told} if self.told else {}
         return canonical_hash({"leaves": content, "parameters": self.parameters, **form})
 
     def pack(self, message: Mapping[str, Array]) -> bytes:
@@ -113,6 +120,7 @@ class Manifest:
         self, payload: bytes | bytearray | memoryview, origin: Origin | None = None
     ) -> Leaves:
         """A message that was packed, or a QuiverError; where it is coded, `origin` is needed."""
+        payload = memoryview(payload)[TOLD.itemsize * self.told :]
         if self.coding is not None:
             return self._decoded(self.coding, bytes(payload), origin)
         if not self.sparse:
@@ -123,6 +131,16 @@ class Manifest:
             leaf.name: array.reshape(leaf.shape)
             for leaf, array in zip(self.leaves, flat, strict=True)
         }
+
+    def telling(self, numbers: Array | None = None) -> bytes:
+        """What goes before a packed message; nothing is known without numbers."""
+        if numbers is None:
+            numbers = np.full(self.told, np.nan)
+        return np.asarray(numbers, dtype=TOLD).tobytes()
+
+    def told_by(self, payload: bytes | bytearray | memoryview) -> Array:
+        """What a sender says of itself."""
+        return np.frombuffer(payload, dtype=TOLD, count=self.told).copy()
 
     def _decoded(self, coding: Coding, payload: bytes, origin: Origin | None) -> Leaves:
         way, content = payload[:1], payload[1:]

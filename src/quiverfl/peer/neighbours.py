@@ -70,6 +70,10 @@ class Neighbours:
         self._learning: set[asyncio.Task[None]] = set()
         self.greeted: set[str] = set()  # since this process has started
         self.done: set[str] = set()  # have finished and delivered everything
+        self.ahead = False
+        """Whether a round counts as over for the others once this peer has pushed: where a
+        neighbour cannot know whether anything comes from it, until it says so."""
+        self._promised: dict[str, int] = {}  # seq of the last share that each says it has for us
         self.senders = {
             peer: Sender(
                 Contact(
@@ -103,7 +107,8 @@ class Neighbours:
         }
 
     def hello(self, peer: str, protocol: int) -> Hello:
-        link = self._transactions.accounts.link(peer)
+        accounts = self._transactions.accounts
+        link = accounts.link(peer)
         link = Link() if link.gone else link  # whoever comes back there has another store
         return Hello(
             protocol=protocol,
@@ -118,7 +123,7 @@ class Neighbours:
             sent=link.sent,
             acknowledged=link.sent - (1 if link.outbox else 0),
             received=link.received,
-            round=self._transactions.accounts.round,
+            round=accounts.round + int(self.ahead and accounts.pushed),
             clocks=self.clocks(peer, CLOCKS),
             notices=self.notices.hash,
             leaving=self._condition.leaving,
@@ -196,7 +201,13 @@ class Neighbours:
             await self._transactions.part_from(hello.sender)
         (self.done.add if hello.finished else self.done.discard)(hello.sender)
         self.senders[hello.sender].wake()
+        self._promised[hello.sender] = hello.sent
         self._hear(hello.sender, hello.round)
+
+    def delivered(self, peer: str, staged: int) -> bool:
+        """Whether all that a neighbour has spoken of is here; `staged` is the last that came."""
+        received = self._transactions.accounts.link(peer).received
+        return self._promised.get(peer, 0) <= max(received, staged)
 
     # Changes of the run: each member signs the same terms, and all tell each other
 

@@ -19,7 +19,7 @@ from quiverfl.peer import ledger
 from quiverfl.peer.agreement import Agreement, Limits
 from quiverfl.peer.course import Course
 from quiverfl.peer.identity import LiveIdentity
-from quiverfl.peer.learner import Learner, mutual_neighbours
+from quiverfl.peer.learner import SIGHT, Learner, mutual_neighbours
 from quiverfl.peer.manifest import Leaves
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.neighbours import Condition, Neighbours
@@ -29,6 +29,7 @@ from quiverfl.peer.receiver import Receiver
 from quiverfl.peer.roster import ROSTER, LiveRoster
 from quiverfl.peer.store import Store, Trace
 from quiverfl.peer.transactions import Transactions
+from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.judging import factors_of, judged_weights
 
@@ -91,6 +92,7 @@ class Participant:
             forget=self.receiver.forget,
             fail=self.fail,
         )
+        self.neighbours.ahead = topology.looks is not None and self.sync()
         self.course = Course(agreement.name, settings.rounds, self.neighbours, store, self.log)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stopped = asyncio.Event()
@@ -203,14 +205,15 @@ class Participant:
         Without `returned`, own shares that were refused stay where they are for now.
         """
         receipts = self.receiver.take(up_to)
+        noted = self._noted(receipts)
         factors = await self._judged(receipts)
         if not self.settings.copies:
             receipts = [pair for pair in receipts if factors[pair[0].sender]]
         refunding = self.neighbours.refunding() if returned else []
         refunds = [sender.refund for sender in refunding if sender.refund]
-        if receipts or refunds:
+        if receipts or refunds or noted:
             weigh = partial(self._weigh, factors) if self.settings.copies else None
-            await self.transactions.absorb(receipts, refunds, finish, weigh)
+            await self.transactions.absorb(receipts, refunds, finish, weigh, noted)
         elif finish:
             await self.transactions.finish_round()
         transfers = [transfer for transfer, _ in receipts]
@@ -219,6 +222,23 @@ class Participant:
         self.receiver.committed(transfers)
         for sender in refunding:
             sender.refund = None
+
+    def graph(self, t: int) -> Graph:
+        """Of a round, as far as this peer knows it: where the topology looks, its own choice."""
+        return self.topology(t, self.learner.view)
+
+    def _noted(self, receipts: Sequence[tuple[ledger.Transfer, Leaves]]) -> Leaves:
+        """What their senders have told, beside what is remembered of others."""
+        if self.topology.looks is None or not receipts:
+            return {}
+        rest, numbers = self.transactions.memory.rest, {n: i for i, n in enumerate(self.names)}
+        told, heard = (rest[f"{SIGHT}{name}"].copy() for name in ("told", "heard"))
+        for share, _ in receipts:
+            sender = numbers[share.sender]
+            if share.round >= heard[sender]:
+                told[sender] = self.receiver.staged[share.sender].told
+                heard[sender] = share.round
+        return {f"{SIGHT}told": told, f"{SIGHT}heard": heard}
 
     async def _judged(self, receipts: Sequence[tuple[ledger.Transfer, Leaves]]) -> Factors:
         """What the run's rule takes of each sender's; shares of which it takes nothing go back."""

@@ -15,7 +15,7 @@ from quiverfl.peer.credit import Credit
 from quiverfl.peer.identity import LiveIdentity
 from quiverfl.peer.intake import Intake, Turns
 from quiverfl.peer.ledger import UNIT, Transfer, Verdict
-from quiverfl.peer.manifest import Leaves, largest, norm, total
+from quiverfl.peer.manifest import Array, Leaves, largest, norm, total
 from quiverfl.peer.metrics import Log, PeerMetrics
 from quiverfl.peer.roster import LiveRoster
 from quiverfl.peer.store import Store, Trace
@@ -44,6 +44,8 @@ REFUSED_OFTEN, REFUSED_SECONDS = 16, 60.0
 class Staged:
     transfer: Transfer
     message: Leaves
+    told: Array
+    """What its sender said of itself, if the topology looks."""
 
 
 class Receiver:
@@ -175,7 +177,7 @@ class Receiver:
             assembly = Assembly(nbytes, transfer.digest)
             await self._fill(assembly, nbytes, frames, left)
             try:
-                message = await asyncio.to_thread(self._unpacked, transfer, assembly)
+                message, told = await asyncio.to_thread(self._unpacked, transfer, assembly)
             except WireError:
                 raise
             except QuiverError as problem:
@@ -189,13 +191,14 @@ class Receiver:
             return verdict
         if reason:
             return await self._refuse(transfer, reason)
-        self.staged[transfer.sender] = Staged(transfer, message)
+        self.staged[transfer.sender] = Staged(transfer, message, told)
         self.hear(transfer.sender, transfer.round)
         return Verdict.STAGED
 
-    def _unpacked(self, transfer: Transfer, assembly: Assembly) -> Leaves:
+    def _unpacked(self, transfer: Transfer, assembly: Assembly) -> tuple[Leaves, Array]:
         origin = Origin(self._roster.current.number(transfer.sender), transfer.round)
-        return self._agreement.manifest.unpack(assembly.payload(), origin)
+        payload, manifest = assembly.payload(), self._agreement.manifest
+        return manifest.unpack(payload, origin), manifest.told_by(payload)
 
     async def _refuse(self, transfer: Transfer, reason: str) -> Verdict:
         if self._judge(transfer) is Verdict.PROCEED:

@@ -115,7 +115,7 @@ def build_learner(folder: PeerFolder) -> PeerParts:
     )
     if folder.own.data is not None:
         shares = _placed(shares, number, members)
-    learner = ShardLearner(shard, task, method, transforms, members)
+    learner = ShardLearner(shard, task, method, transforms, members, topology.looks)
     return PeerParts(learner, method, task, topology, config, shares, split)
 
 

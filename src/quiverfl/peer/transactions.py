@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from quiverfl.engine.shares import added, averaged, kept, scaled, split_mass, unknown
 from quiverfl.peer import ledger
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
-from quiverfl.peer.manifest import Leaves, Manifest, as_coded, magnitude, total
+from quiverfl.peer.manifest import Array, Leaves, Manifest, as_coded, magnitude, total
 from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.wire import Clock
@@ -40,22 +40,28 @@ class _Sealing:
     """A message that is to be split: as it is, or coded once for all its shares."""
 
     def __init__(
-        self, manifest: Manifest, message: Leaves, origin: Origin, whole: bool = False
+        self,
+        manifest: Manifest,
+        message: Leaves,
+        origin: Origin,
+        whole: bool = False,
+        told: Array | None = None,
     ) -> None:
         self._manifest, self._message, self._code = manifest, message, b""
+        self._told = manifest.telling(told)
         self._known: Leaves | None = None
         if manifest.coding is not None and not whole:
             self._code = manifest.coding.coded(message, origin)
-            self._known = manifest.unpack(as_coded(self._code, 1.0), origin)
+            self._known = manifest.unpack(self._told + as_coded(self._code, 1.0), origin)
 
     def sealed(self, part: int, whole: int) -> tuple[bytes, str, float]:
         """Of a share: its bytes, what names them, the sum of its numbers."""
         if self._known is None:
             share = scaled(self._message, part, whole) if part != whole else self._message
-            payload = self._manifest.pack(share)
+            payload = self._told + self._manifest.pack(share)
         else:
             share = scaled(self._known, part, whole)
-            payload = as_coded(self._code, part / whole)
+            payload = self._told + as_coded(self._code, part / whole)
         return payload, hashlib.sha256(payload).hexdigest(), total(share)
 
     def own(self, part: int, whole: int) -> Leaves:
@@ -136,11 +142,12 @@ class Transactions:
         parts: Mapping[str, int],
         home: int,
         whole: bool = False,
+        told: Array | None = None,
     ) -> list[Transfer]:
         """Split the trained message; the shares may be sent once this returns.
 
         Where the run compresses, what is split is Q(u), and u - Q(u) stays; with `whole` it does
-        not compress, so that everything can be given away.
+        not compress, so that everything can be given away. `told` goes with every share.
         """
 
         def transaction() -> list[Transfer]:
@@ -149,7 +156,7 @@ class Transactions:
             units, all_parts = split_mass(self.accounts.units, open, home)
             if not units:
                 return self._pushed(round, message, message, rest, {}, [])
-            sealing = _Sealing(self._manifest, message, self._origin(round), whole)
+            sealing = _Sealing(self._manifest, message, self._origin(round), whole, told)
             sealed = {
                 part: sealing.sealed(part, all_parts) for part in {parts[peer] for peer in units}
             }
@@ -211,13 +218,14 @@ class Transactions:
         refunds: Iterable[Transfer],
         finish: bool,
         weigh: Weigh | None = None,
+        noted: Leaves | None = None,
     ) -> None:
         """Merge in the order given; the receipts may be acknowledged once this returns.
 
         Shares are added up; copies are averaged with the weights that `weigh` has for them. A share
         whose sender was evicted after it was chosen is dropped: its link's past is filed away by
         then, and nobody's records would have this share. A refund whose receiver was evicted is
-        written off already.
+        written off already. `noted` replaces these leaves of the rest.
         """
         chosen, due = list(receipts), list(refunds)
 
@@ -233,7 +241,7 @@ class Transactions:
             )
             entry = self._entry("absorb", accounts, message, incoming, outgoing, 0.0, before)
             accounts = ledger.finish_round(accounts) if finish else accounts
-            memory = Memory(message, self.memory.rest)
+            memory = Memory(message, {**self.memory.rest, **(noted or {})})
             self._store.absorb(accounts, memory, transfers, refunds, entry)
             self._become(accounts, memory, entry)
 

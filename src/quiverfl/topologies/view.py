@@ -108,6 +108,13 @@ class View:
         told[everyone, everyone] = telling
         return View(self.looks, told, heard, sent)
 
+    def only(self, client: int) -> View:
+        """What one client knows, and of the others' knowledge nothing."""
+        nothing = View.nothing(self.looks, self.clients)
+        for name, array in nothing.arrays().items():
+            array[client] = getattr(self, name)[client]
+        return nothing
+
     @property
     def clients(self) -> int:
         return len(self.heard)
