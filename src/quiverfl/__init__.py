@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     )
     from quiverfl.training import Training
     from quiverfl.transforms.adversary import (
+        Adaptive,
         AddNoise,
         ForgedMass,
         LabelFlip,
@@ -125,6 +126,7 @@ __all__ = [
     "OSGP",
     "SCAFFOLD",
     "TOPOLOGIES",
+    "Adaptive",
     "AddNoise",
     "Balance",
     "Callback",
@@ -329,6 +331,7 @@ _PLACES = {
     "Quantize": "quiverfl.transforms.compression",
     "RandomK": "quiverfl.transforms.compression",
     "TopK": "quiverfl.transforms.compression",
+    "Adaptive": "quiverfl.transforms.adversary",
     "AddNoise": "quiverfl.transforms.adversary",
     "ForgedMass": "quiverfl.transforms.adversary",
     "LabelFlip": "quiverfl.transforms.adversary",

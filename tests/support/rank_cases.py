@@ -60,6 +60,11 @@ TRANSFORMED: list[tuple[Any, Any, dict[str, Any]]] = [
         RING,
         {"adversary": qv.ScaledUpdate(share=0.34), "robustness": qv.SelfCenteredClip()},
     ),
+    (
+        qv.DFedAvgM(epochs=1),
+        lambda m: qv.full(clients=m),
+        {"adversary": qv.Adaptive(share=0.34, distance=1.0)},
+    ),
     (DFEDPGP, PUSH, {"adversary": qv.LabelFlip(share=0.5), "robustness": qv.Balance(gamma=0.4)}),
     (
         DFEDPGP,

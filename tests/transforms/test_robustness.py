@@ -29,6 +29,7 @@ ATTACKS = [
     qv.ScaledUpdate(share=0.34),
     qv.LabelFlip(share=0.34),
     qv.ForgedMass(share=0.34),
+    qv.Adaptive(share=0.34, distance=1.0),
 ]
 BAD = attackers(ATTACKS[0], 0, CLIENTS)
 GOOD = np.setdiff1d(np.arange(CLIENTS), BAD)
@@ -79,6 +80,9 @@ def test_what_is_refused_goes_home(graphs: Any) -> None:
     assert (
         weighed.weights[~np.eye(CLIENTS, dtype=bool)] <= graph.weights[~np.eye(CLIENTS, dtype=bool)]
     ).all()
+    alone = judged(graph, np.zeros(len(receivers)), mass=False)
+    if graph.row_stochastic:
+        np.testing.assert_allclose(alone.sparse.sum(axis=1), 1, atol=1e-12)
     untouched = judged(graph, np.ones(len(receivers)))
     np.testing.assert_allclose(untouched.weights, graph.weights, atol=1e-15)
 
@@ -149,6 +153,8 @@ def test_what_attackers_send_by_hand() -> None:
     assert forged(qv.ScaledUpdate(factor=-5.0)) == ([-2.0, -4.0], 0.5)
     assert forged(qv.ForgedMass(factor=0.1)) == ([1.0, 2.0], pytest.approx(0.05))
     assert forged(qv.LabelFlip()) == ([1.0, 2.0], 0.5)
+    # ‖before‖ = √1.25 is also the norm of its update (0.5, 1): half of it back is half of before.
+    assert forged(qv.Adaptive(margin=0.5, distance=1.0)) == (pytest.approx([0.25, 0.5]), 0.5)
     noisy, mass = forged(qv.AddNoise(deviation=0.1))
     assert mass == 0.5
     assert noisy != [1.0, 2.0]
@@ -157,6 +163,54 @@ def test_what_attackers_send_by_hand() -> None:
     assert float(many.std()) == pytest.approx(1, abs=0.03)
     assert torch.equal(noise.like("u", torch.zeros(1, 10_001))[0], many[0])
     assert not torch.equal(many[0], many[1])
+
+
+PAIR = qv.from_matrix([[0.5, 0.5], [0.5, 0.5]])
+
+
+def exchanged(transforms: Transforms, method: Any, sent: dict[str, Any], first: Any) -> Any:
+    """What two clients have after round 2 of 4."""
+    settings = RunSettings(rounds=4, dtype=torch.float64)
+    made = transformed_exchange(transforms, method, PAIR, settings, lambda: first)
+    made.push(2, PAIR(2), {name: leaf.clone() for name, leaf in sent.items()})
+    return made.collect(2)
+
+
+def test_an_attacker_that_adapts_is_just_taken() -> None:
+    """Both have one model when the round begins; the bound is exp(-0.5 · 2/4) times its norm."""
+    start = torch.tensor([[3.0, 4.0], [3.0, 4.0]], dtype=torch.float64)
+    bad = int(attackers(qv.Adaptive(share=0.5), 0, 2)[0])
+    sent = start.clone()
+    sent[bad] *= 1.1
+    reach = np.exp(-0.25)
+    for attack, taken in (
+        (qv.Adaptive(share=0.5, margin=0.999), 0.999 * reach),
+        (qv.Adaptive(share=0.5, margin=1.0, distance=1.001 * reach), 0.0),
+    ):
+        transforms = Transforms(robustness=qv.Balance(), adversary=attack)
+        found = exchanged(transforms, qv.DFedAvgM(), {"u": sent}, {"u": start})["u"]
+        torch.testing.assert_close(found[1 - bad], start[0] * (1 - taken / 2))
+
+
+@pytest.mark.parametrize(
+    ("rule", "own", "others"),
+    [(None, (1.5, 1.0), (1.5, 0.55)), (qv.Balance(), (2.0, 1.0), (1.0, 1.0))],
+    ids=["taken", "refused"],
+)
+def test_an_attacker_deceives_others_and_not_itself(
+    rule: Any, own: tuple[float, float], others: tuple[float, float]
+) -> None:
+    """It has (u, μ) = (2, 1) and sends (2, 0.1); the other has (1, 1). What is refused comes home
+    as it was, so that an attacker whom nobody believes does not divide itself to infinity."""
+    attack = qv.ForgedMass(share=0.5, factor=0.1)
+    bad = int(attackers(attack, 0, 2)[0])
+    u = torch.ones(2, 1, dtype=torch.float64)
+    u[bad] = 2.0
+    sent = {"u": u, "mu": torch.ones(2, dtype=torch.float64)}
+    found = exchanged(Transforms(robustness=rule, adversary=attack), qv.OSGP(), sent, {"u": u})
+    for client, (numerator, mass) in ((bad, own), (1 - bad, others)):
+        assert float(found["u"][client, 0]) == pytest.approx(numerator)
+        assert float(found["mu"][client]) == pytest.approx(mass)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
@@ -238,5 +292,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         simulate(qv.DFedPGP(), PUSH(CLIENTS), robustness=qv.Balance(), compression=qv.TopK())
     with pytest.raises(qv.QuiverError, match="a late model"):
         simulate(qv.OSGP(delay=1), PUSH(CLIENTS), robustness=qv.Balance())
+    for rule in (None, qv.SelfCenteredClip()):
+        with pytest.raises(qv.QuiverError, match="no bound to stay inside of"):
+            simulate(qv.DFedPGP(), PUSH(CLIENTS), robustness=rule, adversary=qv.Adaptive())
     with pytest.raises(qv.QuiverError, match="no push-sum mass to forge"):
         simulate(qv.DFedAvgM(), REGULAR(CLIENTS), adversary=qv.ForgedMass())

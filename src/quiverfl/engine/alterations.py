@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quiverfl.engine.everyone import HERE, Everyone
 from quiverfl.methods.contract import Message
-from quiverfl.transforms.adversary import Adversary, attackers
+from quiverfl.transforms.adversary import Adaptive, Adversary, ForgedMass, attackers
 from quiverfl.transforms.chosen import Transforms
 from quiverfl.transforms.noise import Noise
 from quiverfl.transforms.privacy import UpdatePrivacy, check_budget, spent
@@ -40,8 +40,10 @@ class Alterations:
         first: Message,
         everyone: Everyone = HERE,
         apart: bool = False,
+        rounds: int = 1,
     ) -> None:
-        """`first` is what clients would have sent before they trained at all.
+        """`first` is what clients would have sent before they trained at all, `rounds` how many
+        there will be.
 
         With `apart` every row is computed by itself, as peers compute theirs.
         """
@@ -50,6 +52,10 @@ class Alterations:
         self._privacy = blurred if isinstance(blurred, UpdatePrivacy) else None
         self._seed, self._ids, self._mass = seed, ids, mass
         self._everyone, self._apart = everyone, apart
+        self._rule, self._rounds = transforms.robustness, rounds
+        lied = isinstance(self._adversary, ForgedMass)
+        self.forges: tuple[str, ...] = (mass,) if lied and mass is not None else ()
+        """The mass that attackers lie about, if they do."""
         self._attack: Flags = np.isin(ids, attackers(self._adversary, seed, clients))
         self._before = {n: x.clone() for n, x in first.items() if n != mass}
         self._releases: Integers = np.zeros(len(ids), dtype=np.int64)
@@ -63,12 +69,18 @@ class Alterations:
     def alter(self, round: int, outbox: Message, sends: Flags, there: Flags) -> None:
         """In place; `there` are those who send or receive in this round."""
         if self._adversary is not None:
-            self._rows(outbox, sends & self._attack, round, "adversary", self._adversary.forged)
+            forged = self._forged(self._adversary, round)
+            self._rows(outbox, sends & self._attack, round, "adversary", forged)
         if self._privacy is not None:
             # What one that only receives adds to its own is not to be known either.
             honest = there & ~self._attack
             self._spend(self._privacy, round, honest)
             self._rows(outbox, honest, round, "privacy", self._privacy.released)
+
+    def _forged(self, adversary: Adversary, round: int) -> Alter:
+        if isinstance(adversary, Adaptive):
+            return adversary.against(self._rule, round / max(1, self._rounds)).forged
+        return adversary.forged
 
     def _spend(self, privacy: UpdatePrivacy, round: int, sends: Flags) -> None:
         """Count this round's releases, unless one of them would cost more than the budget."""

@@ -18,6 +18,7 @@ from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import offline
 
 Flags = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Product = Callable[[Graph, Tensor], Tensor]
 """(graph, the messages of the rows that are here) → what those rows receive."""
@@ -58,6 +59,7 @@ class MatrixExchange:
         self._due: dict[int, Message] = {}
         self._waiting: Message = {}
         self._mixed: Message = {}
+        self._graph: Graph | None = None
 
     def senders(self, graph: Graph) -> Integers | None:
         return graph.senders if graph.one_row and not self.delay else None
@@ -68,7 +70,14 @@ class MatrixExchange:
     def traffic(self, graph: Graph, payload: Integers) -> dict[str, Any]:
         return traffic(graph, payload)
 
+    def kept(self) -> Floats:
+        """The share of its own message that every client kept in the round that was pushed last."""
+        assert self._graph is not None
+        found: Floats = self._graph.sparse.diagonal()
+        return found
+
     def push(self, round: int, graph: Graph, outbox: Message) -> None:
+        self._graph = graph
         if self.delay == 0:
             self._mixed = {name: self.product(graph, leaf) for name, leaf in outbox.items()}
             return

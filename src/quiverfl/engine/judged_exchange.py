@@ -61,7 +61,7 @@ class JudgedExchange:
             round / max(1, self._rounds),
         )
         factors = np.where(np.isfinite(distances), self._rule.factors(seen), 0.0)
-        self._carried = judged(graph, factors)
+        self._carried = judged(graph, factors, self._mass is not None)
         self._inner.push(round, self._carried, _finite(outbox))
 
     def _squares(self, outbox: Message, graph: Graph) -> Floats:

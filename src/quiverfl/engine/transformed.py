@@ -29,14 +29,15 @@ from quiverfl.methods.optional import Weighs
 from quiverfl.methods.state import replicated
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
-from quiverfl.transforms.adversary import ForgedMass, attackers
-from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms.adversary import Adaptive, ForgedMass, attackers
+from quiverfl.transforms.chosen import Transforms
 from quiverfl.transforms.coding import Coding
 from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.dither import BLOCK
 from quiverfl.transforms.privacy import DPSGD
 from quiverfl.transforms.robustness import SelfCenteredClip
 
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
@@ -55,16 +56,30 @@ def transformed_exchange(
     if not all are, and `everyone` asks the others.
     """
     ids = np.arange(topology.clients) if rows is None else rows
+    made: Exchange
+    kept: Callable[[], Floats] | None = None
     if settings.arithmetic == "peers":
         made = _as_peers_do(transforms, method, topology, settings)
     else:
-        made = _mixing(transforms, method, topology, settings, everyone, rows)
+        coded = transforms.compression is not None
+        product = partial(everyone.mix, multiple=BLOCK) if coded else everyone.mix
+        inner = MatrixExchange(method.delay, product, rows)
+        made = _mixing(inner, transforms, method, topology, settings, everyone, rows)
+        kept = inner.kept
     if Alterations.asked_for(transforms):
         apart = settings.arithmetic == "peers"
         altered = Alterations(
-            transforms, settings.seed, ids, topology.clients, method.mass, first(), everyone, apart
+            transforms,
+            settings.seed,
+            ids,
+            topology.clients,
+            method.mass,
+            first(),
+            everyone,
+            apart,
+            settings.rounds,
         )
-        made = AlteredExchange(made, altered, ids)
+        made = AlteredExchange(made, altered, ids, kept)
     return made
 
 
@@ -82,6 +97,7 @@ def _as_peers_do(
 
 
 def _mixing(
+    inner: MatrixExchange,
     transforms: Transforms,
     method: Method,
     topology: Topology,
@@ -90,18 +106,13 @@ def _mixing(
     rows: Integers | None,
 ) -> Exchange:
     alone = rows is None
-    if alone and transforms == PLAIN:
-        return MatrixExchange(method.delay)
     ids = np.arange(topology.clients) if rows is None else rows
-    coded = transforms.compression is not None
-    chosen = partial(everyone.mix, multiple=BLOCK) if coded else everyone.mix
-    made: Exchange = MatrixExchange(method.delay, chosen, rows)
+    made: Exchange = inner
     if transforms.compression is not None:
-        assert isinstance(made, MatrixExchange)
         replica = keeps_replicas(transforms, method, topology, settings.rounds)
         fused = alone and method.delay == 0
         made = CodedExchange(
-            made, transforms.compression, settings.seed, ids, method.mass, replica, fused
+            inner, transforms.compression, settings.seed, ids, method.mass, replica, fused
         )
     if transforms.robustness is not None:
         made = JudgedExchange(
@@ -175,6 +186,8 @@ def check_transforms(
             )
     if isinstance(transforms.privacy, DPSGD):
         _check_phases(task, method)
+    if isinstance(transforms.adversary, Adaptive):
+        transforms.adversary.against(transforms.robustness, 0.0)
     if settings.arithmetic == "peers":
         _check_peers(transforms, method, topology, settings)
     if isinstance(transforms.adversary, ForgedMass) and method.mass is None:
@@ -272,6 +285,11 @@ def _check_peers(
             "(CHOCO-SGD) would be sent, and peers keep none: a neighbour that is late or passed "
             "over would follow another replica than the others. Set compression.feedback = "
             '"remainder": what is not sent stays with its sender.'
+        )
+    if isinstance(transforms.adversary, Adaptive) and transforms.adversary.distance is None:
+        raise QuiverError(
+            'adversary.name = "adaptive": a peer that attacks does not ask for the rule of the '
+            "others. Give adversary.distance, such as 0.9 (times the norm of a model)."
         )
     if isinstance(transforms.adversary, ForgedMass):
         raise QuiverError(

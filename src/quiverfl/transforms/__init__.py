@@ -5,6 +5,7 @@ from typing import Any
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.transforms.adversary import (
+    Adaptive,
     AddNoise,
     ForgedMass,
     LabelFlip,
@@ -26,6 +27,7 @@ TRANSFORMS: dict[str, dict[str, Callable[..., Any]]] = {
         "scaled_update": ScaledUpdate,
         "label_flip": LabelFlip,
         "forged_mass": ForgedMass,
+        "adaptive": Adaptive,
     },
 }
 

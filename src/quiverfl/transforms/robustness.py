@@ -45,6 +45,10 @@ class Robustness(Protocol):
     def factors(self, seen: Seen) -> Floats:
         """The part of every link's share that is taken, in [0, 1]."""
 
+    def reach(self, progress: float) -> float | None:
+        """How far a model may be from a receiver's own and is taken whole, as a multiple of the
+        norm of that; None where no such bound is known. An attacker that adapts goes by it."""
+
 
 @dataclass(frozen=True)
 class SelfCenteredClip:
@@ -71,6 +75,9 @@ class SelfCenteredClip:
         found: Floats = np.minimum(1.0, radii / np.maximum(seen.distances, 1e-300))
         return found
 
+    def reach(self, progress: float) -> None:
+        """What is near depends on the others."""
+
 
 @dataclass(frozen=True)
 class Balance:
@@ -91,8 +98,10 @@ class Balance:
         check_options(self, "robustness")
 
     def factors(self, seen: Seen) -> Floats:
-        bound = self.gamma * math.exp(-self.kappa * seen.progress) * seen.own
-        return (seen.distances <= bound).astype(np.float64)
+        return (seen.distances <= self.reach(seen.progress) * seen.own).astype(np.float64)
+
+    def reach(self, progress: float) -> float:
+        return self.gamma * math.exp(-self.kappa * progress)
 
 
 @dataclass(frozen=True)
@@ -113,19 +122,26 @@ class NormBound:
     def factors(self, seen: Seen) -> Floats:
         return np.asarray(self.takes(seen.theirs, seen.own), dtype=np.float64)
 
+    def reach(self, progress: float) -> float:
+        return max(0.0, self.factor - 1)
+
     def takes(self, theirs: Any, own: Any) -> Any:
         """Whether a norm, or every one of many, is no outlier beside one's own."""
         return ~np.greater(theirs, self.factor * np.asarray(own))
 
 
-def judged(graph: Graph, factors: Floats) -> Graph:
-    """The graph with every link between two clients weighed by its factor (in `across` order)."""
+def judged(graph: Graph, factors: Floats, mass: bool = True) -> Graph:
+    """The graph with every link between two clients weighed by its factor (in `across` order).
+
+    Without a `mass` that would tell how much of everything there is, rows that sum to 1 stay so.
+    """
     links = graph.sparse.tocoo()
     other = links.row != links.col
     weights = links.data.copy()
     weights[other] *= factors
     refused = links.data - weights
-    home = links.col if graph.column_stochastic else links.row
+    to_sender = graph.column_stochastic and (mass or not graph.row_stochastic)
+    home = links.col if to_sender else links.row
     kept = np.bincount(home, weights=refused, minlength=graph.clients)
     everyone = np.arange(graph.clients)
     return from_entries(
