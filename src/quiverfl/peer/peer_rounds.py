@@ -126,7 +126,7 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
     message = await peer.off_loop(peer.learner.message, t)
     numbers = [number for number, name in enumerate(peer.names) if name in set(chosen) & others]
     told = await peer.off_loop(peer.learner.tell, numbers)
-    rest = await peer.off_loop(peer.learner.rest)
+    rest = {**await peer.off_loop(peer.learner.rest), **peer.remembered(message)}
     if peer.settings.copies:
         to = set(chosen) & others
         transfers = await peer.transactions.push_copies(t, message, rest, sorted(to))
