@@ -65,7 +65,7 @@ def test_a_platform_that_opens_no_folders(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "open", windows)
     durable.replace(tmp_path / "file", b"new")
-    with durable.whole(tmp_path / "folder") as draft:
+    with durable.whole_or_nothing(tmp_path / "folder") as draft:
         draft.mkdir()
         (draft / "inside").write_bytes(b"x")
     assert (tmp_path / "file").read_bytes() == b"new"

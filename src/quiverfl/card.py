@@ -32,13 +32,15 @@ class Shown(ABC):
         return f"<table>{title}{rows}</table>"
 
 
-def whole(number: int) -> str:
+def thousands(number: int) -> str:
     return f"{number:,}"
 
 
 def between(low: float, high: float) -> str:
     """`5` or `5 to 11`."""
-    return whole(int(low)) if low == high else f"{whole(int(low))} to {whole(int(high))}"
+    return (
+        thousands(int(low)) if low == high else f"{thousands(int(low))} to {thousands(int(high))}"
+    )
 
 
 def shape(sides: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiverfl.card import Shown, whole
+from quiverfl.card import Shown, thousands
 from quiverfl.config import Config, load_config, parse
 from quiverfl.data.dataset import Dataset
 from quiverfl.engine.history import Recorder
@@ -130,7 +130,7 @@ class Comparison(Shown):
             for label, run in self.runs.items()
             if len(run.history)
         }
-        return {"runs": whole(len(self.runs)), **scores}
+        return {"runs": thousands(len(self.runs)), **scores}
 
     @cached_property
     def table(self) -> pd.DataFrame:

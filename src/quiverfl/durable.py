@@ -67,7 +67,7 @@ def workplace(parent: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole(final: Path) -> Iterator[Path]:
+def whole_or_nothing(final: Path) -> Iterator[Path]:
     """A path to write a file or folder at; it becomes `final` only if nothing goes wrong.
 
     It lies beside `final`, on the same file system, so the last step is one rename. If someone

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from quiverfl.callbacks.progress import progress as shown
-from quiverfl.card import Shown, whole
+from quiverfl.card import Shown, thousands
 from quiverfl.config import Config, load_config, parse
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import FederatedData, federate
-from quiverfl.data.partition import Partition, partition
+from quiverfl.data.partition import Partition, make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.fit import declared
 from quiverfl.engine.history import Recorder
@@ -87,10 +87,10 @@ class Experiment(Shown):
         config = self.config
         return {
             "data": f"{config.data.name}, {config.data.partition}",
-            "clients": whole(self.data.clients),
+            "clients": thousands(self.data.clients),
             "model": config.model.name,
             "topology": self.topology.name,
-            "rounds": whole(config.run.rounds),
+            "rounds": thousands(config.run.rounds),
             "seed": str(config.run.seed),
         }
 
@@ -294,7 +294,7 @@ class DataShelf:
 
 def share_out(config: Config, dataset: Dataset) -> Partition:
     data = config.data
-    return partition(
+    return make_partition(
         dataset,
         data.partition,
         data.clients,

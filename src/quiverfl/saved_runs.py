@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from quiverfl.card import Shown, whole
+from quiverfl.card import Shown, thousands
 from quiverfl.data.federated import FederatedData
 from quiverfl.data.split import Split
 from quiverfl.engine.checkpoint import Checkpoint
@@ -149,10 +149,10 @@ class SavedRun(Shown):
 
     def facts(self) -> dict[str, str]:
         done, planned = self._result.done_rounds, self._result.planned_rounds
-        rounds = whole(done) if done == planned else f"{whole(done)} of {planned}"
+        rounds = thousands(done) if done == planned else f"{thousands(done)} of {planned}"
         scores = last_scores(self.summary) if len(self.history) else {}
         where = {"folder": str(self.path)}
-        return {"clients": whole(self._result.clients), "rounds": rounds, **scores, **where}
+        return {"clients": thousands(self._result.clients), "rounds": rounds, **scores, **where}
 
     @property
     def history(self) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from data_files import write_cifar10_binary, write_tiny_imagenet
 from quiverfl.cli.data import app, partition_app
-from quiverfl.data.partition import partition
+from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import SOURCES, load_dataset
 from quiverfl.errors import QuiverError
 from quiverfl.results.partition_picture import draw_partition
@@ -87,7 +87,7 @@ def test_show_prints_sizes_labels_and_heterogeneity() -> None:
     shown = call("partition", "show", "--data", "digits", "--clients", "20", "--alpha", "0.5")
     assert "digits: dirichlet, alpha 0.5, 20 clients, seed 0" in shown.stdout
     assert "67 each; 1,340 of 1,347 used" in shown.stdout
-    shares = partition(load_dataset("digits"), "dirichlet", 20, 0, alpha=0.5)
+    shares = make_partition(load_dataset("digits"), "dirichlet", 20, 0, alpha=0.5)
     assert f"heterogeneity      {shares.heterogeneity():.3f}" in shown.stdout
     rows = [line for line in shown.stdout.splitlines() if line.endswith("|")]
     for counts, row in zip(shares.train_counts, rows, strict=True):
@@ -101,7 +101,7 @@ def test_show_as_json() -> None:
         "partition", "show", *arguments, "--classes-per-client", "3", "--json", "--seed", "4"
     )
     facts = json.loads(shown.stdout)
-    shares = partition(load_dataset("digits"), "pathological", 10, 4, classes_per_client=3)
+    shares = make_partition(load_dataset("digits"), "pathological", 10, 4, classes_per_client=3)
     assert facts["labels_per_client"] == [3] * 10
     assert facts["train_counts"] == shares.train_counts.tolist()
     assert facts["test_sizes"] == shares.test_counts.sum(axis=1).tolist()

@@ -18,7 +18,7 @@ from data_files import write_cifar10_binary
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.sources import load_dataset
 from quiverfl.data.sources.cache import fingerprint
-from quiverfl.durable import ABANDONED, PARTIAL, whole
+from quiverfl.durable import ABANDONED, PARTIAL, whole_or_nothing
 
 
 def load(root: Path) -> Dataset:
@@ -173,7 +173,7 @@ def test_a_failure_leaves_no_trace(tmp_path: Path) -> None:
     final = tmp_path / "folder" / "whole"
 
     def write_half() -> None:
-        with whole(final) as draft:
+        with whole_or_nothing(final) as draft:
             draft.mkdir()
             (draft / "half").write_text("x")
             raise RuntimeError
@@ -185,10 +185,10 @@ def test_a_failure_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_whoever_is_first_wins(tmp_path: Path) -> None:
     final = tmp_path / "whole"
-    with whole(final) as slow:
+    with whole_or_nothing(final) as slow:
         slow.mkdir()
         (slow / "by").write_text("slow")
-        with whole(final) as quick:
+        with whole_or_nothing(final) as quick:
             quick.mkdir()
             (quick / "by").write_text("quick")
     assert (final / "by").read_text() == "quick"

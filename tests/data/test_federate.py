@@ -11,7 +11,7 @@ from quiverfl.data.augmentation import CropFlip
 from quiverfl.data.dataset import Dataset, channel_statistics
 from quiverfl.data.federated import federate
 from quiverfl.data.normalize import Normalize
-from quiverfl.data.partition import partition
+from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
 from quiverfl.seeds import hashed
@@ -27,7 +27,7 @@ def pictures() -> Dataset:
 
 
 def test_every_client_gets_its_own_examples(pictures: Dataset) -> None:
-    shares = partition(pictures, "dirichlet", 5, 0)
+    shares = make_partition(pictures, "dirichlet", 5, 0)
     data = federate(pictures, shares)
     assert data.clients == 5
     assert data.classes == 3
@@ -41,7 +41,7 @@ def test_every_client_gets_its_own_examples(pictures: Dataset) -> None:
 
 
 def test_held_out_examples_come_from_the_training_part(pictures: Dataset) -> None:
-    shares = partition(pictures, "iid", 4, 0, validation=0.25)
+    shares = make_partition(pictures, "iid", 4, 0, validation=0.25)
     data = federate(pictures, shares)
     x, y = data.test.of(2)
     assert np.array_equal(x.numpy(), pictures.train_x[shares.test[2]])
@@ -49,7 +49,7 @@ def test_held_out_examples_come_from_the_training_part(pictures: Dataset) -> Non
 
 
 def test_images_stay_bytes_and_are_normalised_when_used(pictures: Dataset) -> None:
-    data = federate(pictures, partition(pictures, "iid", 1, 0))
+    data = federate(pictures, make_partition(pictures, "iid", 1, 0))
     assert data.train.x.dtype == torch.uint8
     assert data.prepare is not None
     before = data.train.x.clone()
@@ -78,7 +78,7 @@ def test_the_default_dtype_does_not_matter(pictures: Dataset) -> None:
 
 def test_small_float_sets_are_normalised_at_once() -> None:
     digits = load_dataset("digits")
-    data = federate(digits, partition(digits, "iid", 1, 0))
+    data = federate(digits, make_partition(digits, "iid", 1, 0))
     assert data.prepare is None
     assert data.train.x.mean().abs() < 1e-5
     assert (data.train.x.std() - 1).abs() < 1e-3
@@ -86,14 +86,14 @@ def test_small_float_sets_are_normalised_at_once() -> None:
 
 def test_data_without_statistics_is_left_alone() -> None:
     made = load_dataset("synthetic", shape=[5], classes=2, train=20, test=4)
-    data = federate(made, partition(made, "iid", 1, 0))
+    data = federate(made, make_partition(made, "iid", 1, 0))
     assert np.array_equal(data.train.x.numpy(), made.train_x)
     assert data.prepare is None
 
 
 def test_padding_is_black_as_on_raw_images(pictures: Dataset) -> None:
     """Augmenting normalised images equals normalising augmented raw ones."""
-    data = federate(pictures, partition(pictures, "iid", 1, 0), "crop_flip")
+    data = federate(pictures, make_partition(pictures, "iid", 1, 0), "crop_flip")
     assert data.prepare is not None
     assert data.augment is not None
     keys = hashed(0, "test", np.arange(60))
@@ -105,17 +105,17 @@ def test_padding_is_black_as_on_raw_images(pictures: Dataset) -> None:
 
 
 def test_augmentation_is_checked(pictures: Dataset) -> None:
-    shares = partition(pictures, "iid", 1, 0)
+    shares = make_partition(pictures, "iid", 1, 0)
     with pytest.raises(QuiverError, match="did you mean 'crop_flip'"):
         federate(pictures, shares, "cropflip")
     assert federate(pictures, shares, "none").augment is None
     made = load_dataset("synthetic", shape=[5], classes=2, train=20, test=4)
     with pytest.raises(QuiverError, match=r"need images.*\[5\]"):
-        federate(made, partition(made, "iid", 1, 0), "crop_flip")
+        federate(made, make_partition(made, "iid", 1, 0), "crop_flip")
 
 
 def test_ones_own_augmentation(pictures: Dataset) -> None:
-    shares = partition(pictures, "iid", 1, 0)
+    shares = make_partition(pictures, "iid", 1, 0)
     assert federate(pictures, shares, lambda x, keys: -x).augment is not None
 
 

@@ -14,7 +14,7 @@ import torch
 from quiverfl.config import parse
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import federate
-from quiverfl.data.partition import partition
+from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import run_in_folder
@@ -72,7 +72,7 @@ def test_ids_of_any_shape_keep_it(tmp_path: Path) -> None:
     data = own("npz", tmp_path / "tokens.npz")
     assert np.array_equal(data.train_x, x)
     with pytest.raises(QuiverError, match="need images"):
-        federate(data, partition(data, "iid", 2, 0), "crop_flip")
+        federate(data, make_partition(data, "iid", 2, 0), "crop_flip")
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
@@ -112,7 +112,7 @@ def test_ids_of_ones_own_code() -> None:
     x, y = ids()
     data = Dataset("mine", x, y, x, y, 2)
     assert data.class_names == ("0", "1")
-    split = federate(data, partition(data, "iid", 3, 0)).train
+    split = federate(data, make_partition(data, "iid", 3, 0)).train
     assert split.x.dtype == torch.int64
     with pytest.raises(QuiverError, match=r"mine.*ids are not standardised"):
         Dataset("mine", x, y, x, y, 2, mean=(0.0,), std=(1.0,))

@@ -14,7 +14,7 @@ from PIL import Image
 from data_files import images, write_image
 from quadratics import quadratics
 from quiverfl.data.dataset import Dataset, channel_statistics
-from quiverfl.data.partition import partition
+from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
 
@@ -148,7 +148,7 @@ def test_npz_with_owners_splits_every_owner(tmp_path: Path) -> None:
     assert data.owner_names == ("ann", "bob")
     assert np.bincount(data.train_owner).tolist() == [7, 7]
     assert np.bincount(data.test_owner).tolist() == [3, 3]
-    shares = partition(data, "natural", None, 0)
+    shares = make_partition(data, "natural", None, 0)
     assert [len(rows) for rows in shares.train] == [7, 7]
     assert [len(rows) for rows in shares.test] == [3, 3]
 
@@ -220,7 +220,7 @@ def test_a_table_with_owners(suffix: str, tmp_path: Path) -> None:
     assert data.owner_names == ("3", "7")
     assert np.bincount(data.train_owner).tolist() == [2, 2]
     assert np.bincount(data.test_owner).tolist() == [1, 1]
-    shares = partition(data, "natural", None, 0)
+    shares = make_partition(data, "natural", None, 0)
     rows = data.train_x[shares.train[0]]
     assert set(rows[:, 0]) < {4.0, 5.0, 6.0}
     assert data.class_names == ("a", "b")
@@ -418,7 +418,7 @@ def test_the_writers_of_the_digits_are_natural_clients() -> None:
     from sklearn.datasets import load_digits
 
     data = load_dataset("digits")
-    share = partition(data, "natural", None, 0)
+    share = make_partition(data, "natural", None, 0)
     assert share.clients == 14
     assert share.names[0] == "form 1"
     assert share.names[-1] == "form 14"

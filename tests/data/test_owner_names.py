@@ -11,7 +11,7 @@ import pytest
 
 from quiverfl.config import Config, parse
 from quiverfl.data.federated import FederatedData, federate
-from quiverfl.data.partition import partition
+from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
 from quiverfl.experiment import run_in_folder
@@ -42,12 +42,12 @@ def config(table: Path) -> Config:
 
 def test_clients_have_the_names_of_their_owners(table: Path) -> None:
     data = load_dataset("table", table.parent / "root", path=table, owner="hospital")
-    shares = partition(data, "natural", None, 0)
+    shares = make_partition(data, "natural", None, 0)
     assert shares.names == tuple(sorted(NAMES))
-    few = partition(data, "natural", 2, 0, validation=0.2)
+    few = make_partition(data, "natural", 2, 0, validation=0.2)
     for name, rows in zip(few.names, few.train, strict=True):
         assert {data.owner_names[owner] for owner in data.train_owner[rows]} == {name}
-    assert partition(data, "iid", 3, 0).names == ()
+    assert make_partition(data, "iid", 3, 0).names == ()
     federated = federate(data, shares)
     assert federated.names == shares.names
     assert federated.only([2, 0]).names == (shares.names[2], shares.names[0])

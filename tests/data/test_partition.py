@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.partition import PARTITIONS, Partition, in_proportion, partition
+from quiverfl.data.partition import PARTITIONS, Partition, in_proportion, make_partition
 from quiverfl.data.partition import partition_options as resolved
 from quiverfl.data.partitioners import class_sizes
 from quiverfl.errors import QuiverError
@@ -99,7 +99,7 @@ def test_invariants(
         "iid": {},
     }[name]
     try:
-        shares = partition(data, name, clients, seed, **options)
+        shares = make_partition(data, name, clients, seed, **options)
     except QuiverError:
         per_class = clients * chosen > sum(min(clients, size) for size in train)
         assert clients > sum(train) or (
@@ -124,8 +124,8 @@ def test_invariants(
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_seed_decides_and_nothing_else(name: str) -> None:
-    first, again = (partition(CIFAR, name, 20, 3) for _ in range(2))
-    other = partition(CIFAR, name, 20, 4)
+    first, again = (make_partition(CIFAR, name, 20, 3) for _ in range(2))
+    other = make_partition(CIFAR, name, 20, 4)
     for part in ("train", "test"):
         pairs = list(zip(getattr(first, part), getattr(again, part), strict=True))
         assert all(np.array_equal(a, b) for a, b in pairs)
@@ -146,14 +146,14 @@ def test_the_seed_decides_and_nothing_else(name: str) -> None:
 )
 def test_a_thousand_clients_take_seconds(name: str, options: dict[str, Any], data: Dataset) -> None:
     start = time.process_time()
-    shares = partition(data, name, 1000, 0, **options)
+    shares = make_partition(data, name, 1000, 0, **options)
     assert time.process_time() - start < 5
     check(data, shares)
     check_test_follows_train(data, shares)
 
 
 def test_the_papers_dirichlet_gives_equal_sizes_and_uses_everything() -> None:
-    shares = partition(CIFAR, "dirichlet", 100, 0, alpha=0.3)
+    shares = make_partition(CIFAR, "dirichlet", 100, 0, alpha=0.3)
     assert (shares.train_counts.sum(axis=1) == 500).all()
     assert (shares.train_counts.sum(axis=0) == 5000).all()
     assert (shares.test_counts.sum(axis=1) == 100).all()
@@ -161,7 +161,7 @@ def test_the_papers_dirichlet_gives_equal_sizes_and_uses_everything() -> None:
 
 def test_smaller_alpha_is_more_unlike() -> None:
     measured = [
-        partition(CIFAR, "dirichlet", 100, 0, alpha=alpha).heterogeneity()
+        make_partition(CIFAR, "dirichlet", 100, 0, alpha=alpha).heterogeneity()
         for alpha in (0.1, 0.3, 1.0, 100.0)
     ]
     assert measured == sorted(measured, reverse=True)
@@ -173,7 +173,7 @@ def test_dirichlet_follows_the_priors_when_nothing_runs_short() -> None:
     """With few samples of many, a client's shares are those of Dir(alpha): mean 1/K, variance as
     it should be with the multinomial draw on top."""
     classes, samples, alpha = 10, 100, 0.5
-    counts = partition(
+    counts = make_partition(
         dataset([50_000] * classes, [1] * classes),
         "dirichlet",
         2000,
@@ -190,7 +190,7 @@ def test_dirichlet_follows_the_priors_when_nothing_runs_short() -> None:
 
 
 def test_dirichlet_by_class_gives_unequal_sizes_but_never_too_few() -> None:
-    shares = partition(CIFAR, "dirichlet_by_class", 500, 0, alpha=0.05, min_samples=20)
+    shares = make_partition(CIFAR, "dirichlet_by_class", 500, 0, alpha=0.05, min_samples=20)
     sizes = shares.train_counts.sum(axis=1)
     assert sizes.min() >= 20
     assert sizes.max() > 3 * sizes.min()
@@ -199,7 +199,7 @@ def test_dirichlet_by_class_gives_unequal_sizes_but_never_too_few() -> None:
 
 def test_dirichlet_by_class_at_the_edge() -> None:
     """Everyone must get exactly the average: the filling up still ends."""
-    shares = partition(
+    shares = make_partition(
         dataset([50] * 2, [5] * 2), "dirichlet_by_class", 10, 0, alpha=0.01, min_samples=10
     )
     assert (shares.train_counts.sum(axis=1) == 10).all()
@@ -208,21 +208,23 @@ def test_dirichlet_by_class_at_the_edge() -> None:
 @pytest.mark.parametrize(("classes", "chosen"), [(10, 2), (10, 5), (200, 10), (200, 20)])
 def test_the_papers_pathological_splits(classes: int, chosen: int) -> None:
     data = CIFAR if classes == 10 else TINY
-    shares = partition(data, "pathological", 100, 0, classes_per_client=chosen)
+    shares = make_partition(data, "pathological", 100, 0, classes_per_client=chosen)
     size = len(data.train_y) // 100
     assert (shares.train_counts.sum(axis=0) == class_sizes(data)).all()
     assert set(np.unique(shares.train_counts)) == {0, size // chosen}
 
 
 def test_pathological_with_a_size_that_does_not_divide() -> None:
-    shares = partition(CIFAR, "pathological", 10, 0, classes_per_client=3, samples_per_client=100)
+    shares = make_partition(
+        CIFAR, "pathological", 10, 0, classes_per_client=3, samples_per_client=100
+    )
     for row in shares.train_counts:
         assert sorted(row[row > 0]) == [33, 33, 34]
 
 
 @pytest.mark.parametrize("name", ["dirichlet", "pathological", "iid"])
 def test_few_samples(name: str) -> None:
-    shares = partition(CIFAR, name, 50, 0, samples_per_client=20, test_per_client=40)
+    shares = make_partition(CIFAR, name, 50, 0, samples_per_client=20, test_per_client=40)
     check(CIFAR, shares)
     check_test_follows_train(CIFAR, shares)
     assert (shares.train_counts.sum(axis=1) == 20).all()
@@ -230,14 +232,14 @@ def test_few_samples(name: str) -> None:
 
 
 def test_few_samples_on_average_where_sizes_differ() -> None:
-    shares = partition(CIFAR, "dirichlet_by_class", 50, 0, samples_per_client=40)
+    shares = make_partition(CIFAR, "dirichlet_by_class", 50, 0, samples_per_client=40)
     assert shares.train_counts.sum() == 50 * 40
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_validation_is_taken_from_the_training_examples(name: str) -> None:
-    whole = partition(CIFAR, name, 20, 5)
-    shares = partition(CIFAR, name, 20, 5, validation=0.2)
+    whole = make_partition(CIFAR, name, 20, 5)
+    shares = make_partition(CIFAR, name, 20, 5, validation=0.2)
     check(CIFAR, shares)
     assert shares.held_out
     for kept, held, together in zip(shares.train, shares.test, whole.train, strict=True):
@@ -249,7 +251,7 @@ def test_validation_is_taken_from_the_training_examples(name: str) -> None:
 
 def test_natural_follows_the_owners() -> None:
     data = dataset([4, 4], [2, 2], ([7, 3, 7, 3, 9, 9, 7, 3], [9, 3, 7, 7]))
-    shares = partition(data, "natural", None, 0)
+    shares = make_partition(data, "natural", None, 0)
     assert [rows.tolist() for rows in shares.train] == [[1, 3, 7], [0, 2, 6], [4, 5]]
     assert [rows.tolist() for rows in shares.test] == [[1], [2, 3], [0]]
     check(data, shares)
@@ -258,16 +260,16 @@ def test_natural_follows_the_owners() -> None:
 def test_natural_takes_a_few_of_every_kind_of_an_owners_test_examples() -> None:
     owners = [0] * 40 + [1] * 40
     data = dataset([40, 40], [40, 40], (owners, [0] * 20 + [1] * 20 + [0] * 20 + [1] * 20))
-    shares = partition(data, "natural", None, 0, test_per_client=10)
+    shares = make_partition(data, "natural", None, 0, test_per_client=10)
     assert shares.test_counts.tolist() == [[5, 5], [5, 5]]
-    again = partition(data, "natural", None, 1, test_per_client=10)
+    again = make_partition(data, "natural", None, 1, test_per_client=10)
     assert any(not np.array_equal(a, b) for a, b in zip(shares.test, again.test, strict=True))
 
 
 def test_natural_with_fewer_clients_and_samples() -> None:
     owners = np.repeat(np.arange(10), 10).tolist()
     data = dataset([50, 50], [10, 10], (owners, None))
-    shares = partition(data, "natural", 4, 0, samples_per_client=3)
+    shares = make_partition(data, "natural", 4, 0, samples_per_client=3)
     check(data, shares)
     check_test_follows_train(data, shares)
     whose = [np.unique(np.array(owners)[rows]) for rows in shares.train]
@@ -304,13 +306,13 @@ def test_impossible_partitions_are_refused_with_the_reason(
     name: str, clients: int | None, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(QuiverError, match=message):
-        partition(dataset([25] * 4, [5] * 4), name, clients, 0, **options)
+        make_partition(dataset([25] * 4, [5] * 4), name, clients, 0, **options)
 
 
 def test_too_many_natural_clients_are_refused() -> None:
     data = dataset([2, 2], [1, 1], ([0, 0, 1, 1], None))
     with pytest.raises(QuiverError, match="has 2 owners"):
-        partition(data, "natural", 3, 0)
+        make_partition(data, "natural", 3, 0)
 
 
 def test_proportions_are_kept_when_test_examples_run_short() -> None:
@@ -334,7 +336,7 @@ def test_heterogeneity_by_hand() -> None:
 
 
 def test_arrays_for_a_file() -> None:
-    shares = partition(CIFAR, "dirichlet_by_class", 7, 0)
+    shares = make_partition(CIFAR, "dirichlet_by_class", 7, 0)
     arrays = shares.arrays()
     for part in ("train", "test"):
         offsets = arrays[f"{part}_offsets"]

@@ -9,7 +9,7 @@ import pytest
 
 import quiverfl as qv
 from quiverfl.distributed.columns import cut
-from quiverfl.distributed.needs import Needs
+from quiverfl.distributed.needs import RankNeeds
 from quiverfl.distributed.placement import Placement
 
 
@@ -53,7 +53,7 @@ def test_blocks_cut_at_chunks_and_cover_every_column(columns: int, ranks: int) -
 def test_what_a_thousand_resnets_need() -> None:
     """45 GB of states do not fit 24 GB, and half of them do."""
     model = 11_200_000 * 4
-    needs = Needs(
+    needs = RankNeeds(
         work=np.full(1000, 50),
         state=model,
         kept=0,

@@ -13,7 +13,7 @@ import torch
 import quiverfl as qv
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import federate
-from quiverfl.data.partition import partition
+from quiverfl.data.partition import make_partition
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.simulate import _useful_threads
 from quiverfl.models import make_model
@@ -34,7 +34,7 @@ def test_a_personal_model_takes_what_the_data_look_like(dtype: Any) -> None:
     dataset = pictures(dtype)
     if dtype == np.float32:
         dataset = Dataset(**{**vars(dataset), "mean": (130.0,), "std": (70.0,)})
-    data = federate(dataset, partition(dataset, "iid", 4, 0))
+    data = federate(dataset, make_partition(dataset, "iid", 4, 0))
     run = qv.simulate(
         qv.Task(lambda: make_model("mlp", (1, 6, 6), 2, hidden=(8,))),
         data,
@@ -44,7 +44,7 @@ def test_a_personal_model_takes_what_the_data_look_like(dtype: Any) -> None:
         rounds=5,
     )
     recorded = run.history.query("stage == 'mixed' and round == 4").set_index("client")["accuracy"]
-    shares = partition(dataset, "iid", 4, 0).test
+    shares = make_partition(dataset, "iid", 4, 0).test
     for client in range(4):
         raw, labels = dataset.test_x[shares[client]], dataset.test_y[shares[client]]
         model = run.personal(client)

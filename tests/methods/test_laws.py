@@ -16,7 +16,7 @@ from torch import nn
 import quiverfl as qv
 from quadratics import quadratics
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.context import Group, Place
+from quiverfl.engine.context import ClientGroup, Place
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.rounds import communicate
 from quiverfl.engine.settings import RunSettings
@@ -175,7 +175,7 @@ def test_5_a_part_that_a_phase_does_not_train_is_bit_identical(method: Any) -> N
     shard = shard_of(method)
     shard.train(0, ALL)
     communicate(shard, MatrixExchange(method.delay), qv.full(clients=CLIENTS)(0), 0)
-    group = Group(np.arange(CLIENTS), shard.ids)
+    group = ClientGroup(np.arange(CLIENTS), shard.ids)
     epochs = np.full(CLIENTS, 2)
     kinds = roles(type(shard.state))
     tried = 0

@@ -210,7 +210,7 @@ def test_everything_is_written_and_printed(quick: Any) -> None:
 
 
 def test_json_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = theory_settings.Settings((2, 4), (2, 4), 2, 2, 2, 4, (0.4,))
+    tiny = theory_settings.TheorySettings((2, 4), (2, 4), 2, 2, 2, 4, (0.4,))
     monkeypatch.setattr(theory_settings, "QUICK", tiny)
     result = CliRunner().invoke(app, ["theory", "--quick", "--json"])
     printed = json.loads(result.stdout)

@@ -265,7 +265,7 @@ def _sends(value: float) -> Callable[[Node], None]:
     def spoil(node: Node) -> None:
         size = node.agreement.manifest.leaves[0].size
         message = {"u": np.full(size, value, dtype=np.float32)}
-        node.learner.message = lambda: message  # type: ignore[method-assign]
+        node.learner.message = lambda _=None: message  # type: ignore[method-assign]
 
     return spoil
 

@@ -189,11 +189,13 @@ def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
         asyncio.run(open_and_close())
 
 
-def test_a_topology_that_looks_is_refused(tmp_path: Path) -> None:
+def test_a_topology_that_looks_and_privacy_are_refused_together(tmp_path: Path) -> None:
     folder = prepare(tmp_path, rounds=1)[0]
-    text = (folder / "run.toml").read_text()
-    (folder / "run.toml").write_text(text.replace("random_push", "loss_push"))
-    with pytest.raises(QuiverError, match="'loss_push' chooses by what clients told each other"):
+    text = (folder / "run.toml").read_text().replace("random_push", "loss_push")
+    (folder / "run.toml").write_text(text)
+    assert build_learner(PeerFolder.read(folder)).learner.view is not None
+    (folder / "run.toml").write_text(f'{text}\n[privacy]\nname = "update"\n')
+    with pytest.raises(QuiverError, match="which nobody accounts for"):
         build_learner(PeerFolder.read(folder))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer import identity
 from quiverfl.peer.agreement import Agreement
 from quiverfl.peer.audit import audit
-from quiverfl.peer.connection import RestoredBackup, open_channel
+from quiverfl.peer.connection import RestoredBackup, Unreachable, open_channel
 from quiverfl.peer.identity import Identity
 from quiverfl.peer.joining import join_store
 from quiverfl.peer.ledger import UNIT
@@ -54,6 +55,57 @@ def statements(folders: list[Path]) -> list[Any]:
 
 
 ENDLESS = Options(size=50, rounds=1_000_000, seconds=0.01, linger=10.0)
+
+
+def test_a_finished_peer_does_not_end_before_a_busy_one_knows(tmp_path: Path) -> None:
+    """Who has finished and never hears that the other has, too, stays up for minutes."""
+    folders = make_folders(tmp_path, 2)
+    tried = 0
+
+    async def scenario() -> None:
+        options = Options(size=5, rounds=2, neighbours=1, mode="sync", linger=20.0)
+        nodes = [build(folder, options) for folder in folders]
+        contact = nodes[0].neighbours.senders["peer-1"].contact
+        honest = contact.hello
+
+        async def hello(timeout: float | None = None) -> Any:
+            nonlocal tried
+            if nodes[0].finished:
+                await until(lambda: "peer-1" in nodes[0].neighbours.done)
+                tried += 1
+                if tried < 3:
+                    raise Unreachable("DEADLINE_EXCEEDED: busy")
+            return await honest(timeout)
+
+        contact.hello = hello  # type: ignore[method-assign]
+        await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
+        for node in nodes:
+            node.store.close()
+
+    asyncio.run(scenario())
+    assert tried >= 3
+
+
+def test_a_sync_peer_that_is_left_behind_is_not_drained(tmp_path: Path) -> None:
+    """It starts when the others have given up waiting for it, and are in later rounds."""
+    folders = make_folders(tmp_path, 3)
+    options = Options(size=5, rounds=30, seconds=0.05, mode="sync", deadline=0.5, linger=20.0)
+
+    async def scenario() -> None:
+        nodes = [build(folder, options) for folder in folders]
+        tasks = [asyncio.create_task(node.run()) for node in nodes[:2]]
+        await until(lambda: all(n.transactions.accounts.round > 5 for n in nodes[:2]), 60)
+        await asyncio.wait_for(asyncio.gather(nodes[2].run(), *tasks), 120)
+        for node in nodes:
+            node.store.close()
+
+    asyncio.run(scenario())
+    lines = (folders[2] / "history.jsonl").read_text().splitlines()
+    masses = [json.loads(line)["mass"] for line in lines]
+    assert len(masses) == 30
+    assert min(masses) > 0.01, str(masses)
+    report = audit(statements(folders))
+    assert (report.problems, report.units) == ([], 3 * UNIT)
 
 
 def test_a_leaving_peer_gives_everything_away(tmp_path: Path) -> None:

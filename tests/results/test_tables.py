@@ -260,7 +260,7 @@ def test_csv_holds_the_plain_numbers(groups: list[Group]) -> None:
 
 
 def test_special_letters_do_no_harm_in_markdown_and_latex() -> None:
-    cell = table_formats.Cell("a|b_c & 50 % <i> $x$ \\end")
+    cell = table_formats.TableCell("a|b_c & 50 % <i> $x$ \\end")
     table = table_formats.Table("t", (table_formats.Column("c"),), ((cell,),), "")
     row = table_formats.markdown(table).splitlines()[4]
     assert row == "| a\\|b\\_c & 50 % \\<i> $x$ \\\\end |"

@@ -24,7 +24,7 @@ from rich.progress import (
 
 from quiverfl.data.dataset import IDS, Dataset, Inputs, Integers
 from quiverfl.data.on_disk import pieces
-from quiverfl.data.partition import Partition, partition, partition_options
+from quiverfl.data.partition import Partition, make_partition, partition_options
 from quiverfl.data.sources import (
     SOURCES,
     data_root,
@@ -128,7 +128,7 @@ def show(
         "min_samples": min_samples,
     }
     options = {key: value for key, value in given.items() if value is not None}
-    shares = partition(
+    shares = make_partition(
         dataset,
         partition_name,
         clients,

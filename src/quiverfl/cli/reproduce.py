@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from quiverfl.cli import where
 from quiverfl.cli.sweep import (
     Cases,
     DryRun,
@@ -29,19 +30,6 @@ from quiverfl.cli.sweep import (
     leave,
     list_cells,
     write_events,
-)
-from quiverfl.cli.where import (
-    Address,
-    BringBack,
-    Cpus,
-    Gpus,
-    Jobs,
-    Memory,
-    On,
-    Place,
-    Sbatch,
-    Submit,
-    where,
 )
 from quiverfl.extras import require
 from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
@@ -91,7 +79,7 @@ def reproduce(
     seeds: Seeds = None,
     cases: Cases = None,
     out: Out = Path("runs"),
-    jobs: Jobs = None,
+    jobs: where.Jobs = None,
     stage: Annotated[Stage, typer.Option(help="Which accuracy comes first.")] = Stage.local,
     report: Annotated[Report, typer.Option(help="Which rounds count.")] = Report.last,
     graph: Annotated[
@@ -112,14 +100,14 @@ def reproduce(
         Path | None, typer.Option(help="Tuned rates: what `quiver tune --write` wrote.")
     ] = None,
     set_: Settings = None,
-    on: Place = On.local,
-    address: Address = "local",
-    cpus: Cpus = 1,
-    gpus: Gpus = 0,
-    memory: Memory = True,
-    bring_back: BringBack = False,
-    submit: Submit = False,
-    sbatch: Sbatch = None,
+    on: where.Place = where.On.local,
+    address: where.Address = "local",
+    cpus: where.Cpus = 1,
+    gpus: where.Gpus = 0,
+    memory: where.Memory = True,
+    bring_back: where.BringBack = False,
+    submit: where.Submit = False,
+    sbatch: where.Sbatch = None,
     dry_run: DryRun = False,
     estimated: Estimated = True,
     retry: Retry = False,
@@ -145,7 +133,9 @@ def reproduce(
     cells = item_cells(item, scale, wanted, equal is Equal.participation)
     places = Places(out)
     if item.kind != "partition":
-        place = where(on, cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
+        place = where.chosen(
+            on, cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch
+        )
         carry_out(cells, places, place, dry_run, estimated, retry, quiet or as_json)
     if dry_run:
         list_cells(cells, places)

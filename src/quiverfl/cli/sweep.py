@@ -11,19 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from quiverfl.cli.where import (
-    Address,
-    BringBack,
-    Cpus,
-    Gpus,
-    Jobs,
-    Memory,
-    On,
-    Place,
-    Sbatch,
-    Submit,
-    where,
-)
+from quiverfl.cli import where
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.results import numbers
@@ -63,20 +51,20 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file with a base and a grid.")],
-    jobs: Jobs = None,
+    jobs: where.Jobs = None,
     out: Out = Path("runs"),
     methods: Methods = None,
     seeds: Seeds = None,
     cases: Cases = None,
     set_: Settings = None,
-    on: Place = On.local,
-    address: Address = "local",
-    cpus: Cpus = 1,
-    gpus: Gpus = 0,
-    memory: Memory = True,
-    bring_back: BringBack = False,
-    submit: Submit = False,
-    sbatch: Sbatch = None,
+    on: where.Place = where.On.local,
+    address: where.Address = "local",
+    cpus: where.Cpus = 1,
+    gpus: where.Gpus = 0,
+    memory: where.Memory = True,
+    bring_back: where.BringBack = False,
+    submit: where.Submit = False,
+    sbatch: where.Sbatch = None,
     dry_run: DryRun = False,
     estimated: Estimated = True,
     retry: Retry = False,
@@ -92,7 +80,9 @@ def sweep(
         require("tensorboard", "--tensorboard")
     plan = load_sweep(file, choice(methods, seeds, cases, set_))
     places = Places(out)
-    place = where(on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
+    place = where.chosen(
+        on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch
+    )
     carry_out(plan.cells, places, place, dry_run, estimated, retry, quiet or as_json)
     rows = cell_rows(plan, places)
     if as_json:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from quiverfl.cli import where
 from quiverfl.cli.sweep import (
     Cases,
     Estimated,
@@ -27,19 +28,6 @@ from quiverfl.cli.sweep import (
     leave,
 )
 from quiverfl.cli.tune_race import run_race
-from quiverfl.cli.where import (
-    Address,
-    BringBack,
-    Cpus,
-    Gpus,
-    Jobs,
-    Memory,
-    On,
-    Place,
-    Sbatch,
-    Submit,
-    where,
-)
 from quiverfl.methods import method_title
 from quiverfl.results.numbers import NOTHING
 from quiverfl.results.output_files import replace_file
@@ -52,20 +40,20 @@ if TYPE_CHECKING:
 
 def tune(
     file: Annotated[Path, typer.Argument(help="A sweep whose data sets a validation part aside.")],
-    jobs: Jobs = None,
+    jobs: where.Jobs = None,
     out: Out = Path("runs"),
     methods: Methods = None,
     seeds: Seeds = None,
     cases: Cases = None,
     set_: Settings = None,
-    on: Place = On.local,
-    address: Address = "local",
-    cpus: Cpus = 1,
-    gpus: Gpus = 0,
-    memory: Memory = True,
-    bring_back: BringBack = False,
-    submit: Submit = False,
-    sbatch: Sbatch = None,
+    on: where.Place = where.On.local,
+    address: where.Address = "local",
+    cpus: where.Cpus = 1,
+    gpus: where.Gpus = 0,
+    memory: where.Memory = True,
+    bring_back: where.BringBack = False,
+    submit: where.Submit = False,
+    sbatch: where.Sbatch = None,
     stage: Annotated[Stage, typer.Option(help="The stage that is judged.")] = Stage.local,
     estimated: Estimated = True,
     quiet: Quiet = False,
@@ -84,7 +72,9 @@ def tune(
 
     plan, places = load_sweep(file, choice(methods, seeds, cases, set_)), Places(out)
     tuned(plan.cells, places, stage.value, "last")  # refuses test data before anything runs
-    place = where(on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch)
+    place = where.chosen(
+        on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch
+    )
     if plan.tuning is not None:
         run_race(plan, places, stage.value, place, estimated, quiet, as_json, write)
         return

@@ -54,7 +54,7 @@ Sbatch = Annotated[
 ]
 
 
-def where(
+def chosen(
     on: On,
     cells: Sequence[Cell],
     jobs: int | None,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quiverfl.card import Shown, shape, whole
+from quiverfl.card import Shown, shape, thousands
 from quiverfl.data.on_disk import LARGE, pieces
 from quiverfl.errors import QuiverError
 from quiverfl.trees import leaves, mapped
@@ -91,11 +91,11 @@ class Dataset(Shown):
             for name, leaf in leaves(self.train_x)
         ]
         return {
-            "train": whole(len(self.train_y)),
-            "test": whole(len(self.test_y)),
+            "train": thousands(len(self.train_y)),
+            "test": thousands(len(self.test_y)),
             "inputs": ", ".join(inputs),
-            "classes": whole(self.classes),
-            **({"owners": whole(owners)} if owners else {}),
+            "classes": thousands(self.classes),
+            **({"owners": thousands(owners)} if owners else {}),
         }
 
     @property

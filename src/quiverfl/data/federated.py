@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.card import Shown, between, shape, whole
+from quiverfl.card import Shown, between, shape, thousands
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
 from quiverfl.data.dataset import Dataset, Inputs, InputTree, Integers
 from quiverfl.data.normalize import Normalize, NormalizeParts
@@ -99,11 +99,11 @@ class FederatedData(Shown):
     def facts(self) -> dict[str, str]:
         sizes, tests = self.train.sizes, self.test.sizes
         return {
-            "clients": whole(self.clients),
+            "clients": thousands(self.clients),
             "training examples each": between(sizes.min(), sizes.max()),
             "test examples each": between(tests.min(), tests.max()),
             "inputs": _inputs(self.train.x),
-            "classes": "none" if self.classes is None else whole(self.classes),
+            "classes": "none" if self.classes is None else thousands(self.classes),
         }
 
     def only(self, clients: Sequence[int]) -> FederatedData:

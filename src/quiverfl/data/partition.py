@@ -76,7 +76,7 @@ class Partition:
         return arrays
 
 
-def partition(
+def make_partition(
     dataset: Dataset,
     name: str,
     clients: int | None,

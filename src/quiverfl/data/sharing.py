@@ -40,7 +40,7 @@ def partition(
     if not isinstance(name, str):
         raise QuiverError(f"partition {name!r}: give a name, such as 'dirichlet'.")
     number = 20 if clients is None and name != "natural" else clients
-    shares = ways.partition(found, name, number, seed, **options)
+    shares = ways.make_partition(found, name, number, seed, **options)
     origin = {
         "name": found.name,
         "clients": shares.clients,

@@ -39,7 +39,7 @@ BLOCKS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
+class RankNeeds:
     """Bytes of one client, but for `examples`, which are each client's."""
 
     work: Integers
@@ -94,7 +94,7 @@ class Needs:
         return next(fit, None)
 
 
-def needs_of(config: Config) -> Needs:
+def needs_of(config: Config) -> RankNeeds:
     """From the data, and from the state and message of one client."""
     dataset, method = load_data(config), make_method(config)
     shares, task = share_out(config, dataset), make_task(config, dataset)
@@ -111,7 +111,7 @@ def needs_of(config: Config) -> Needs:
     topology = topology_for(config, method, shares.clients)
     as_here = replace(alone, threads=alone.threads or torch.get_num_threads())
     each, chunk = in_training(task, data, training, as_here, int(train.max()))
-    return Needs(
+    return RankNeeds(
         work=work_of(train, settings),
         state=sum(leaf.nbytes for leaf in shard.state),
         kept=model if settings.keep_local else 0,

@@ -15,7 +15,7 @@ from quiverfl.distributed.columns import Columns
 from quiverfl.distributed.measures import Measures
 from quiverfl.distributed.placement import Placement
 from quiverfl.distributed.ranks import Ranks
-from quiverfl.engine.context import Company, Group
+from quiverfl.engine.context import ClientGroup, Company
 from quiverfl.engine.evaluation import Metrics
 from quiverfl.engine.execution import Measured
 from quiverfl.engine.history import Record
@@ -92,7 +92,7 @@ class RankShard(Shard):
     def everybody(self) -> int:
         return len(self._federation.train)
 
-    def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
+    def groups(self, rows: Integers, width: int | None = None) -> Iterator[ClientGroup]:
         """Of the groups of all chosen clients, the rows that are here."""
         for clients in self.whole_groups(width):
             group = self.part(clients)
@@ -106,10 +106,10 @@ class RankShard(Shard):
         for begin in range(0, len(order), width):
             yield order[begin : begin + width]
 
-    def part(self, clients: Integers) -> Group:
+    def part(self, clients: Integers) -> ClientGroup:
         """Those of a group who are here, perhaps nobody."""
         rows = self._own(clients)
-        return Group(rows, self.ids[rows], self._federation.company(clients))
+        return ClientGroup(rows, self.ids[rows], self._federation.company(clients))
 
     def train(self, round: int, active: Flags, share: float | None = None) -> None:
         self._chosen = np.flatnonzero(active)

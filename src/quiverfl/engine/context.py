@@ -34,7 +34,7 @@ class Company:
 
 
 @dataclass(frozen=True)
-class Group:
+class ClientGroup:
     """Clients computed together: their rows in the shard and their numbers in the federation.
 
     `company` is given where some of those who belong to the group are on other ranks.

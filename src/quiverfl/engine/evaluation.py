@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.engine.context import Group
+from quiverfl.engine.context import ClientGroup
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.programs import Executor, Program, flat
 from quiverfl.engine.workers import stop_if_halted
@@ -32,7 +32,7 @@ def metrics_of(
     executor: Executor,
     examples: Examples,
     point: Point,
-    group: Group,
+    group: ClientGroup,
 ) -> Metrics:
     """Metrics and loss over each client's own samples; NaN for a client without any."""
     rows = group.rows

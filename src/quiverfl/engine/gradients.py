@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.engine.context import Group, PhaseContext
+from quiverfl.engine.context import ClientGroup, PhaseContext
 from quiverfl.engine.lifting import lift_point
 from quiverfl.engine.picks import weights_of
 from quiverfl.engine.programs import aligned
@@ -61,7 +61,7 @@ def mean_shared(shard: Shard) -> Tensor:
     return total / (len(shared) if mass is None else getattr(shard.state, mass).sum())
 
 
-def full_gradient(context: PhaseContext, point: Point, part: Part, group: Group) -> Tensor:
+def full_gradient(context: PhaseContext, point: Point, part: Part, group: ClientGroup) -> Tensor:
     """The gradient of each client's mean training loss, float64 [clients, size of the part]."""
     rows = group.rows
     sizes = context.examples.sizes[rows]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.batches import batch_order
-from quiverfl.engine.context import Group, PhaseContext, Place
+from quiverfl.engine.context import ClientGroup, PhaseContext, Place
 from quiverfl.engine.lifting import changes_nothing, failed, lift, lift_point, same_kind
 from quiverfl.engine.picks import weights_of
 from quiverfl.errors import QuiverError
@@ -36,7 +36,12 @@ class OnceSteps:
     """By a step: a rate that nobody reads would change nothing."""
 
     def run(
-        self, phase: Once, personal: Callable[[Any], Point], state: Any, group: Group, place: Place
+        self,
+        phase: Once,
+        personal: Callable[[Any], Point],
+        state: Any,
+        group: ClientGroup,
+        place: Place,
     ) -> tuple[Any, Integers]:
         """The state after one step of every client, and how many gradients it took."""
         asked: dict[str, Any] = {}
@@ -73,7 +78,7 @@ class OnceSteps:
             words = "Use torch.where in place of if, or Once(…, one_by_one=True)."
             raise QuiverError(f"{failed(phase.step, error)} {words}") from error
 
-    def _first_gradient(self, point: Point, group: Group, place: Place) -> Point:
+    def _first_gradient(self, point: Point, group: ClientGroup, place: Place) -> Point:
         """Of the plain loss on the first batch of this phase."""
         context = self.context
         sizes, batch = context.examples.sizes[group.rows], context.training.batch_size
@@ -95,7 +100,7 @@ class OnceSteps:
         cut = point.shared.shape[1]
         return Point(slope[:, :cut], slope[:, cut:])
 
-    def _statistics(self, phase: Once, point: Point, state: Any, group: Group) -> Message:
+    def _statistics(self, phase: Once, point: Point, state: Any, group: ClientGroup) -> Message:
         """Sums over all training samples, as they are."""
         assert phase.statistics is not None
         context = self.context
@@ -113,7 +118,7 @@ class OnceSteps:
                 total[name] = leaf if name not in total else total[name] + leaf
         return total
 
-    def _noise(self, group: Group, place: Place) -> Tensor:
+    def _noise(self, group: ClientGroup, place: Place) -> Tensor:
         """Uniform numbers, one per parameter; every phase draws its own.
 
         Phase 1 keeps the key it had when phases had none, so that Dis-PFL's runs stay the same.

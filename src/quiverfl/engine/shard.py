@@ -14,7 +14,7 @@ from torch import Tensor
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.accounting import state_record
-from quiverfl.engine.context import Group, PhaseContext, Place
+from quiverfl.engine.context import ClientGroup, PhaseContext, Place
 from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
 from quiverfl.engine.examples import Examples
 from quiverfl.engine.execution import Execution, Measured, measure, room
@@ -125,13 +125,13 @@ class Shard:
         """How many clients the federation has."""
         return len(self.ids)
 
-    def groups(self, rows: Integers, width: int | None = None) -> Iterator[Group]:
+    def groups(self, rows: Integers, width: int | None = None) -> Iterator[ClientGroup]:
         """Rows in chunks; clients of like size together, so that none waits for another."""
         order = rows[np.argsort(-self.context.examples.sizes[rows], kind="stable")]
         width = width or self._executor.chunk
         for begin in range(0, len(order), width):
             chunk = order[begin : begin + width]
-            yield Group(chunk, self.ids[chunk])
+            yield ClientGroup(chunk, self.ids[chunk])
 
     def rows(self, rows: Integers) -> Any:
         """The states of some rows; a view where they lie together."""
@@ -162,7 +162,7 @@ class Shard:
     def _train(self, round: int, active: Flags, share: float) -> None:
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
 
-        def work(group: Group) -> None:
+        def work(group: ClientGroup) -> None:
             state = self.visiting(self.rows(group.rows))
             begun = None if self.sight is None else self.sight.begin(state, group)
             for number, phase in enumerate(self._phases):
@@ -177,11 +177,13 @@ class Shard:
         if active.any():
             gradients_without_rate(self.method, self._phases, self._once.rate_was_read)
 
-    def _side_by_side(self, work: Callable[[Group], None], groups: Iterable[Group]) -> None:
+    def _side_by_side(
+        self, work: Callable[[ClientGroup], None], groups: Iterable[ClientGroup]
+    ) -> None:
         workers = worker_count(len(self.ids)) if self._one_by_one else 1
         side_by_side(work, groups, workers)
 
-    def _phase(self, phase: Phase, state: Any, group: Group, place: Place) -> Any:
+    def _phase(self, phase: Phase, state: Any, group: ClientGroup, place: Place) -> Any:
         if isinstance(phase, Once):
             state, steps = self._once.run(phase, self.method.personal, state, group, place)
             self.steps[group.rows] += steps
@@ -235,7 +237,7 @@ class Shard:
 
     def model(self, row: int, stage: str) -> Point:
         """The model one client would use, fine-tuned where the method evaluates it so."""
-        group = Group(np.array([row]), self.ids[row : row + 1])
+        group = ClientGroup(np.array([row]), self.ids[row : row + 1])
         point = self._adapted(self._at_stage(group.rows, stage), group)
         return Point(*(part[0].clone() for part in point))
 
@@ -245,7 +247,7 @@ class Shard:
         there: Point = self.visiting(point)
         return there
 
-    def _adapted(self, point: Point, group: Group) -> Point:
+    def _adapted(self, point: Point, group: ClientGroup) -> Point:
         if self._adaptation is None:
             return point
         adapted, _, _ = self.trainer.train(self._adaptation, point, group, Place(0, ADAPT))
@@ -262,7 +264,7 @@ class Shard:
         fresh = np.array([row for row in everyone if int(row) not in known], dtype=np.int64)
         found: Metrics = {}
 
-        def work(group: Group) -> None:
+        def work(group: ClientGroup) -> None:
             point = self._adapted(self._at_stage(group.rows, stage), group)
             program = self.context.program()
             metrics = metrics_of(self._task, program, self._executor, self._test, point, group)
@@ -335,12 +337,12 @@ class Shard:
                     "mixes in that memory: send a copy (.clone()) of what merge needs."
                 )
 
-    def _check_loss(self, losses: Floats, group: Group, round: int) -> None:
+    def _check_loss(self, losses: Floats, group: ClientGroup, round: int) -> None:
         bad = np.flatnonzero(~np.isfinite(losses) & (self._test.sizes[group.rows] > 0))
         if len(bad):
             raise Diverged(round, int(group.ids[bad[0]]), "the test loss")
 
-    def _check_finite(self, state: Any, group: Group, round: int, where: str) -> None:
+    def _check_finite(self, state: Any, group: ClientGroup, round: int, where: str) -> None:
         for leaf in state:
             sums = leaf.reshape(len(group.rows), -1).sum(dim=1)
             bad = torch.nonzero(~torch.isfinite(sums))

@@ -118,7 +118,7 @@ class ShareExchange:
                 arriving[receiver].append(_Share(sender, count, made[parts[receiver]]))
         returned: list[list[_Share]] = [[] for _ in sent]
         for receiver, here in enumerate(arriving):
-            refused = self._refused((home[receiver], left[receiver] / UNIT), here, round)
+            refused = self._refused((sent[receiver], units[receiver] / UNIT), here, round)
             for share in refused:
                 returned[share.sender].append(share)
             arriving[receiver] = [share for share in here if share not in refused]

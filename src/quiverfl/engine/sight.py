@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.engine.context import Group, PhaseContext
+from quiverfl.engine.context import ClientGroup, PhaseContext
 from quiverfl.engine.evaluation import metrics_of
 from quiverfl.engine.history import Record
 from quiverfl.engine.lifting import lift_point
@@ -39,14 +39,14 @@ class Sight:
         """[rows, width]. A client that does not train says again what it said last."""
         self._context, self._personal, self._ids = context, lift_point(method.personal), ids
 
-    def begin(self, state: Any, group: Group) -> Callable[[Any], None]:
+    def begin(self, state: Any, group: ClientGroup) -> Callable[[Any], None]:
         """Before clients train: their loss. What is returned wants the state they reach."""
         point = self._personal(state)
         if self.looks.loss:
             self.telling[group.rows, 0] = self._losses(point, group)
         return partial(self._note, point, group)
 
-    def _losses(self, point: Point, group: Group) -> Floats:
+    def _losses(self, point: Point, group: ClientGroup) -> Floats:
         """On the clients' training data."""
         context, company = self._context, group.company
         if company is not None:
@@ -56,7 +56,7 @@ class Sight:
         )
         return found["loss"]
 
-    def _note(self, begun: Point, group: Group, state: Any) -> None:
+    def _note(self, begun: Point, group: ClientGroup, state: Any) -> None:
         """How far they came, and a sketch of where to."""
         if not (self.looks.norm or self.looks.sketch):
             return

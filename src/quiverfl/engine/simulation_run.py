@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from quiverfl.card import Shown, whole
+from quiverfl.card import Shown, thousands
 from quiverfl.data.federated import Prepare
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.exchange import Exchange
@@ -90,9 +90,11 @@ class Run(Shown):
 
     def facts(self) -> dict[str, str]:
         done, planned = len(self._history.records), self.simulation.settings.rounds
-        rounds = whole(done) if done == planned else f"{whole(done)} of {whole(planned)}"
+        rounds = (
+            thousands(done) if done == planned else f"{thousands(done)} of {thousands(planned)}"
+        )
         return {
-            "clients": whole(len(self._shard.ids)),
+            "clients": thousands(len(self._shard.ids)),
             "rounds": rounds,
             **(last_scores(self.summary) if self._history.evaluations else {}),
         }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quiverfl.data.batches import ADAPT, Plan, batch_counts, plan, sample_keys
-from quiverfl.engine.context import Group, PhaseContext, Place
+from quiverfl.engine.context import ClientGroup, PhaseContext, Place
 from quiverfl.engine.features import HeadFeatures, head_is_last
 from quiverfl.engine.fit import phase_settings
 from quiverfl.engine.lifting import lift, lift_point, same_kind
@@ -52,7 +52,7 @@ class Trainer:
         self,
         phase: Train | Interleaved,
         state: Any,
-        group: Group,
+        group: ClientGroup,
         place: Place,
         epochs: Integers | None = None,
         kept: Buffers | None = None,
@@ -92,7 +92,7 @@ class Trainer:
         return after, steps, _buffers_in_order(buffers, back) or {}
 
     def _among(
-        self, phase: Train | Interleaved, group: Group, batches: Plan, own: bool
+        self, phase: Train | Interleaved, group: ClientGroup, batches: Plan, own: bool
     ) -> Integers:
         """How many samples each step has of everybody in the group's company.
 
@@ -108,7 +108,7 @@ class Trainer:
         batch_size = self.settings(phase).batch_size
         return batch_counts(epochs, company.train, batch_size, phase.steps)
 
-    def visits(self, phase: Train | Interleaved, group: Group, steps: Integers) -> Integers:
+    def visits(self, phase: Train | Interleaved, group: ClientGroup, steps: Integers) -> Integers:
         """How often a sample was looked at, at most, in so many steps of a phase."""
         sizes, each = self.context.examples.sizes[group.rows], gradients_of(phase)
         batch = self.settings(phase).batch_size
@@ -139,7 +139,7 @@ class _Way:
     """Clients on their way through the batches of a phase, the busiest first."""
 
     trainer: Trainer
-    group: Group
+    group: ClientGroup
     order: Integers
     batches: Plan
     among: Integers

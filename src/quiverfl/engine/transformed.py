@@ -21,7 +21,7 @@ from quiverfl.engine.footprint import first_state
 from quiverfl.engine.judged_exchange import JudgedExchange
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.share_exchange import ShareExchange
-from quiverfl.engine.splitting import foreseen, splitting
+from quiverfl.engine.splitting import splitting
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 from quiverfl.methods.contract import Interleaved, Message, Method, Once
@@ -278,7 +278,7 @@ def _check_peers(
     transforms: Transforms, method: Method, topology: Topology, settings: RunSettings
 ) -> None:
     """What peers cannot do, and so no simulation of them."""
-    rule, compression = transforms.robustness, transforms.compression
+    rule = transforms.robustness
     if keeps_replicas(transforms, method, topology, settings.rounds):
         raise QuiverError(
             f"compression with {method.title} over {topology.name}: differences to replicas "
@@ -296,35 +296,17 @@ def _check_peers(
             'adversary.name = "forged_mass": peers count mass in signed books, and nobody can '
             "claim another; choose another attack."
         )
-    if rule is not None and compression is not None:
-        raise QuiverError(
-            f"robustness.name = {rule.name!r} with [compression]: of its own model a peer has "
-            "only what it did not send, with which nothing can be compared. Leave one of them out."
-        )
     if rule is not None and rule.sketch is not None:
         raise QuiverError(
             f"robustness.sketch = {rule.sketch}: peers send no sketch ahead, they judge the "
             "message itself. Leave sketch out."
         )
-    if rule is not None:
-        _check_weights(topology, settings.rounds)
     shares = splitting(method, topology, settings.rounds) == "shares"
     if isinstance(rule, SelfCenteredClip) and shares:
         raise QuiverError(
             'robustness.name = "clip" takes a part of a share, and a peer gives a share back whole '
             'or not at all. Use "balance" or "norm", or random_pull, where copies are weighed.'
         )
-
-
-def _check_weights(topology: Topology, rounds: int) -> None:
-    """Whoever gives everything away has no model to compare others' with."""
-    for round in range(foreseen(topology, rounds)):
-        if (topology(round).sparse.diagonal() <= 0).any():
-            raise QuiverError(
-                f"robustness: in round {round} of {topology.name} a client keeps nothing of its "
-                "own model, with which others' could be compared: give everyone a weight of its "
-                "own."
-            )
 
 
 def _check_leaves(section: str, task: Task, method: Method, message: dict[str, Tensor]) -> None:

@@ -70,6 +70,7 @@ class Contact:
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
         self._protocol = agreement.newest
         self.greeted = False
+        self.vacant = False  # nobody listened there when it was last called
 
     def member(self) -> Member:
         try:
@@ -112,9 +113,11 @@ class Contact:
         call = self.connected().unary_unary(f"/{SERVICE}/Hello")
         try:
             answer = await call(self._metrics.sent(encode(hello)), timeout=timeout)
+            self.vacant = False
             return await self._understood(hello, decode(Greeting, answer))
         except grpc.aio.AioRpcError as problem:
-            if problem.code() is grpc.StatusCode.UNAVAILABLE:
+            self.vacant = problem.code() is grpc.StatusCode.UNAVAILABLE
+            if self.vacant:
                 await self.disconnect()  # a slow network may still be connecting: let it
             raise Unreachable(f"{problem.code().name}: {problem.details()}") from None
         except WireError as problem:

@@ -38,14 +38,22 @@ async def _linger(peer: Participant) -> None:
         if peer.finished:
             told |= await peer.neighbours.tell(others - told)
         over = peer.finished and not peer.receiver.staged
-        if over and others <= peer.neighbours.done:
-            # Whoever was not reached just now had finished, and may have ended before us.
+        if over and others <= peer.neighbours.done and not _to_be_told(peer, others - told):
             return
         if _news(peer) != news:
             news, last_news = _news(peer), time.monotonic()
         if time.monotonic() - last_news > _patience(peer, others - peer.neighbours.done):
             return
         await peer.until(lambda: bool(peer.receiver.staged), 0.25)
+
+
+def _to_be_told(peer: Participant, others: set[str]) -> set[str]:
+    """Of those who do not know that this peer has finished: who may still wait for its word.
+
+    They have finished themselves. Where nobody listens any more somebody has ended before us; who
+    was only too busy to answer would stay for long after us.
+    """
+    return {p for p in others if not peer.neighbours.senders[p].contact.vacant}
 
 
 def _patience(peer: Participant, behind: set[str]) -> float:

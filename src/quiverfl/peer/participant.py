@@ -34,6 +34,8 @@ from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.judging import factors_of, judged_weights
 
 Result = TypeVar("Result")
+PUSHED = "pushed/"
+"""In the rest: the message that was pushed last, where others' are compared with it."""
 Factors = dict[str, float]
 """By sender, the part of its message that is taken."""
 
@@ -242,11 +244,10 @@ class Participant:
 
     async def _judged(self, receipts: Sequence[tuple[ledger.Transfer, Leaves]]) -> Factors:
         """What the run's rule takes of each sender's; shares of which it takes nothing go back."""
-        rule, mass = self.settings.rule, self.transactions.mass
-        if rule is None or not receipts or not mass:  # it has given everything away
+        rule, own = self.settings.rule, self._pushed()
+        if rule is None or not receipts or own is None:
             return {transfer.sender: 1.0 for transfer, _ in receipts}
         others = [(leaves, share.units / UNIT or 1.0) for share, leaves in receipts]
-        own = (self.transactions.memory.message, mass)
         progress = self.transactions.accounts.round / max(1, self.settings.rounds)
         found = await asyncio.to_thread(factors_of, rule, own, others, progress)
         for (share, _), factor in zip(receipts, found, strict=True):
@@ -254,6 +255,26 @@ class Participant:
                 await self.receiver.send_back(share, f"robustness: {rule.name}")
         senders = [share.sender for share, _ in receipts]
         return dict(zip(senders, map(float, found), strict=True))
+
+    def _pushed(self) -> tuple[Leaves, float] | None:
+        """The own message and its mass as they were pushed last: what others' are compared with.
+
+        Of what stayed here after that little can be seen where the run compresses.
+        """
+        rest = self.transactions.memory.rest
+        if f"{PUSHED}/mass" not in rest:
+            return None
+        manifest = self.agreement.manifest
+        message = {leaf.name: rest[f"{PUSHED}{leaf.name}"] for leaf in manifest.leaves}
+        return message, float(rest[f"{PUSHED}/mass"])
+
+    def remembered(self, message: Leaves) -> Leaves:
+        """What goes into the rest of a message that is pushed, if others' are compared with it."""
+        if self.settings.rule is None:
+            return {}
+        mass = 1.0 if self.settings.copies else self.transactions.mass
+        kept = {f"{PUSHED}{name}": leaf for name, leaf in message.items()}
+        return {**kept, f"{PUSHED}/mass": np.array(mass)}
 
     def _weigh(self, factors: Factors, copies: Sequence[ledger.Transfer]) -> tuple[int, list[int]]:
         """What the graph of its round says of each copy, and of the own message in this round.

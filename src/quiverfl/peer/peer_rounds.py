@@ -56,7 +56,8 @@ async def _round(peer: Participant, t: int) -> None:
     check_split("copies" if peer.settings.copies else "shares", graph, t)
     active, share = bool(graph.active[peer.number]), float(graph.active.mean())
     line: dict[str, Any] = {"round": t, "active": int(active)}
-    if not peer.transactions.accounts.pushed:
+    resumed = peer.transactions.accounts.pushed  # cut off before; it may have taken some already
+    if not resumed:
         peer.state = "training"
         keep = t + 1 < peer.settings.rounds and not peer.graph(t + 1).active[peer.number]
         await peer.off_loop(peer.learner.train, t, active, share, active and bool(keep))
@@ -67,19 +68,23 @@ async def _round(peer: Participant, t: int) -> None:
         if peer.stopping or not await _push(peer, t, receivers(graph, peer.names, peer.number)):
             return
     peer.state = "waiting"
+    expected: set[str] = set()  # known to the graph, unless everybody chooses for itself
     if sync and peer.topology.looks is not None:
         await _listen(peer, t)
     elif sync:
-        await _gather(peer, t, set(expected_senders(graph, peer.names, peer.number)))
+        expected = set(expected_senders(graph, peer.names, peer.number))
+        await _gather(peer, t, expected)
     else:
         await _breathe(peer, t)
     if peer.stopping:
         return
+    in_step = sync and (resumed or not _left_behind(peer, t, expected))
+    up_to = t if in_step else None
     if sync and peer.settings.rule is not None and not peer.settings.copies:
-        await _settle(peer, t)
+        await _settle(peer, up_to)
         if peer.stopping:
             return
-    await peer.absorb(t if sync else None, finish=True)
+    await peer.absorb(up_to, finish=True)
     clock.lap("mix_seconds")
     line["mixed"] = await _evaluated(peer, t, "mixed")
     clock.lap("evaluate_seconds")
@@ -111,6 +116,8 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
     cautious = not peer.sync() or bool(neighbours.absent | neighbours.clogged)
     may = not cautious or ledger.may_push(peer.transactions.accounts)
     barred = peer.overdrawn()
+    if peer.sync():  # the others have finished without this one, and give nothing back any more
+        barred |= neighbours.done
     chosen = {
         p: w
         for p, w in weights.items()
@@ -119,7 +126,7 @@ async def _push(peer: Participant, t: int, weights: dict[str, float]) -> bool:
     message = await peer.off_loop(peer.learner.message, t)
     numbers = [number for number, name in enumerate(peer.names) if name in set(chosen) & others]
     told = await peer.off_loop(peer.learner.tell, numbers)
-    rest = await peer.off_loop(peer.learner.rest)
+    rest = {**await peer.off_loop(peer.learner.rest), **peer.remembered(message)}
     if peer.settings.copies:
         to = set(chosen) & others
         transfers = await peer.transactions.push_copies(t, message, rest, sorted(to))
@@ -149,6 +156,18 @@ async def _gather(peer: Participant, t: int, expected: set[str]) -> None:
         neighbours.absent |= late
 
 
+def _left_behind(peer: Participant, t: int, expected: set[str]) -> bool:
+    """Whether the others have let a deadline pass, and are in later rounds than this one.
+
+    Links keep their order, so a later share comes in place of one that this round was promised,
+    unless that was refused. Then everything is taken at once: who kept later shares for later
+    rounds would go on giving mass away and get none until it has caught up.
+    """
+    staged = peer.receiver.staged
+    later = {p for p in expected & set(staged) if staged[p].transfer.round > t}
+    return bool(later - peer.receiver.refused_senders())
+
+
 async def _listen(peer: Participant, t: int) -> None:
     """Where everybody chooses whom to send to: until all have said that they have, or the deadline.
 
@@ -168,24 +187,25 @@ async def _listen(peer: Participant, t: int) -> None:
         return neighbours.staying() - here - silent - neighbours.absent - neighbours.done
 
     await neighbours.tell(neighbours.staying())
-    end, pause = time.monotonic() + peer.settings.deadline, 0.02
+    # Everybody tells all the others: asking is for what was lost on the way.
+    end, pause = time.monotonic() + peer.settings.deadline, 0.5
     while missing() and time.monotonic() < end:
         await peer.until(lambda: not missing(), min(pause, end - time.monotonic()))
         if peer.stopping or peer.condition.leaving:
             return
         await neighbours.tell(missing())
-        pause = min(1.5 * pause, 1.0)
+        pause = min(1.5 * pause, 5.0)
     if late := missing():
         peer.log("deadline", round=t, missing=sorted(late))
         neighbours.absent |= late
 
 
-async def _settle(peer: Participant, t: int) -> None:
+async def _settle(peer: Participant, up_to: int | None) -> None:
     """Say what is taken, and wait for what others have taken: what is sent back is of this round.
 
     A commit of its own: nobody waits for another's answer before it gives its own.
     """
-    await peer.absorb(t, finish=False, returned=False)
+    await peer.absorb(up_to, finish=False, returned=False)
     neighbours = peer.neighbours
 
     def unsaid() -> set[str]:

@@ -166,7 +166,10 @@ class Transactions:
             }
             own = sealing.own(home, all_parts)
             outgoing = [(share.units, share.total) for share, _ in shares.values()]
-            return self._pushed(round, message, own, rest, shares, outgoing)
+            # What stays of a coded message is its difference to another, rounded as both are; and
+            # of one that is given away nothing stays by which its rounding could be measured.
+            about = message if self._manifest.coding is not None or not home else None
+            return self._pushed(round, message, own, rest, shares, outgoing, about)
 
         return await self._alone(transaction)
 
@@ -198,12 +201,11 @@ class Transactions:
         rest: Leaves,
         shares: Mapping[str, tuple[Share, bytes]],
         outgoing: Moved,
+        about: Leaves | None = None,
     ) -> list[Transfer]:
         accounts = ledger.witness(self.accounts, self._witnessed)
         accounts = ledger.push(accounts, round, {p: share for p, (share, _) in shares.items()})
         trained = total(message) - self._total
-        # What stays of a coded message is its difference to another, rounded as both are.
-        about = message if self._manifest.coding is not None else {}
         entry = self._entry("push", accounts, own, (), outgoing, trained, about)
         memory = Memory(own, rest)
         transfers = [accounts.outbox[peer] for peer in shares]

@@ -26,7 +26,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     text: str
     best: bool = False
 
@@ -35,7 +35,7 @@ class Cell:
 class Table:
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
     caption: str
 
     def spans(self) -> list[tuple[str, int]]:
@@ -145,7 +145,7 @@ def _latex_spans(table: Table) -> list[str]:
     return [_latex_row(cells), "".join(rules)]
 
 
-def _latex_cell(cell: Cell) -> str:
+def _latex_cell(cell: TableCell) -> str:
     text = latex_text(cell.text)
     return rf"\textbf{{{text}}}" if cell.best else text
 

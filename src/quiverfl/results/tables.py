@@ -15,7 +15,7 @@ from quiverfl.results.protocol import REPORT_WORDS, UNTUNED, Weighting, describe
 from quiverfl.results.run_files import RunResult
 from quiverfl.results.scores import comparison, group_called, rounds_to_target
 from quiverfl.results.summary import STAGES, Report, higher_is_better
-from quiverfl.results.table_formats import Cell, Column, Table
+from quiverfl.results.table_formats import Column, Table, TableCell
 
 DIFFERENCE_WORDS = (
     "p is that of Student's paired test, corrected for all comparisons at both stages and of all "
@@ -130,12 +130,14 @@ def target_table(groups: Sequence[Group], target: float, stage: str = "local") -
     fastest = frame["rounds"].min()
     rows = tuple(
         (
-            Cell(str(row["label"])),
-            Cell(_rounds(row["rounds"], row["rounds_seed_std"]), best=row["rounds"] == fastest),
-            Cell(numbers.NOTHING if math.isnan(row["speedup"]) else f"{row['speedup']:.2f} ×"),
-            Cell(numbers.size(row["bytes"])),
-            Cell(numbers.whole(row["steps"])),
-            Cell(f"{row['reached']} of {row['seeds']}"),
+            TableCell(str(row["label"])),
+            TableCell(
+                _rounds(row["rounds"], row["rounds_seed_std"]), best=row["rounds"] == fastest
+            ),
+            TableCell(numbers.NOTHING if math.isnan(row["speedup"]) else f"{row['speedup']:.2f} ×"),
+            TableCell(numbers.size(row["bytes"])),
+            TableCell(numbers.whole(row["steps"])),
+            TableCell(f"{row['reached']} of {row['seeds']}"),
         )
         for row in frame.to_dict("records")
     )
@@ -189,30 +191,30 @@ def reference_of(groups: Sequence[Group]) -> tuple[Sequence[Group], str] | None:
     return several, reference.label
 
 
-def p_cell(p: float) -> Cell:
+def p_cell(p: float) -> TableCell:
     """Bold where chance is ruled out."""
     text = numbers.NOTHING if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-    return Cell(text, best=p < LEVEL)
+    return TableCell(text, best=p < LEVEL)
 
 
-def seeds_cell(needed: float) -> Cell:
+def seeds_cell(needed: float) -> TableCell:
     if math.isinf(needed):
-        return Cell("> 1,000")
-    return Cell(numbers.whole(needed))
+        return TableCell("> 1,000")
+    return TableCell(numbers.whole(needed))
 
 
-def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, list[Cell]]]:
+def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, list[TableCell]]]:
     reach = zip(frame["low95"], frame["high95"], strict=True)
     return [
-        ("difference", [Cell(numbers.signed(value, metric)) for value in frame["difference"]]),
+        ("difference", [TableCell(numbers.signed(value, metric)) for value in frame["difference"]]),
         ("std", _scores(frame["seed_std"], metric)),
-        ("95 % interval", [Cell(_interval(low, high, metric)) for low, high in reach]),
+        ("95 % interval", [TableCell(_interval(low, high, metric)) for low, high in reach]),
         ("p (Holm)", [p_cell(p) for p in frame["p_holm"]]),
         ("seeds needed", [seeds_cell(needed) for needed in frame["seeds_needed"]]),
         (
             "clients won : lost",
             [
-                Cell(f"{won} : {lost}")
+                TableCell(f"{won} : {lost}")
                 for won, lost in zip(frame["clients_won"], frame["clients_lost"], strict=True)
             ],
         ),
@@ -221,7 +223,7 @@ def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, lis
 
 def _stage_columns(
     frame: pd.DataFrame, stage: str, metric: str, gaps: bool, report: Report
-) -> list[tuple[str, list[Cell]]]:
+) -> list[tuple[str, list[TableCell]]]:
     means = frame[f"{stage}_mean"]
     best = means.max() if higher_is_better(metric) else means.min()
     shown = [
@@ -233,7 +235,7 @@ def _stage_columns(
         (
             "mean",
             [
-                Cell(text, best=several and mean == best)
+                TableCell(text, best=several and mean == best)
                 for text, mean in zip(shown, means, strict=True)
             ],
         ),
@@ -242,15 +244,15 @@ def _stage_columns(
     ]
     if gaps:
         texts = [numbers.signed(gap, metric) for gap in frame[f"{stage}_gap"]]
-        columns.append(("gap to Local", [Cell(text) for text in texts]))
+        columns.append(("gap to Local", [TableCell(text) for text in texts]))
     if report == "best":
         columns.append(("rounds", _plain_cells(frame[f"{stage}_rounds"].map(numbers.whole))))
     return columns
 
 
-def _cost_columns(frame: pd.DataFrame) -> list[tuple[str, list[Cell]]]:
+def _cost_columns(frame: pd.DataFrame) -> list[tuple[str, list[TableCell]]]:
     spent = [numbers.NOTHING if math.isnan(value) else f"{value:.3g}" for value in frame["epsilon"]]
-    private = [("ε", [Cell(text) for text in spent])] if frame["epsilon"].notna().any() else []
+    private = [("ε", [TableCell(text) for text in spent])] if frame["epsilon"].notna().any() else []
     return [
         *private,
         ("bytes", _plain_cells(frame["bytes"].map(numbers.size))),
@@ -260,12 +262,12 @@ def _cost_columns(frame: pd.DataFrame) -> list[tuple[str, list[Cell]]]:
     ]
 
 
-def _scores(values: pd.Series, metric: str) -> list[Cell]:
-    return [Cell(numbers.score(value, metric)) for value in values]
+def _scores(values: pd.Series, metric: str) -> list[TableCell]:
+    return [TableCell(numbers.score(value, metric)) for value in values]
 
 
-def _plain_cells(texts: pd.Series) -> list[Cell]:
-    return [Cell(str(text)) for text in texts]
+def _plain_cells(texts: pd.Series) -> list[TableCell]:
+    return [TableCell(str(text)) for text in texts]
 
 
 def tested(groups: Sequence[Group]) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiverfl.card import Shown, whole
+from quiverfl.card import Shown, thousands
 from quiverfl.comparison import grouped, report
 from quiverfl.errors import QuiverError
 from quiverfl.saved_runs import SavedRun, load_run
@@ -118,7 +118,7 @@ class Swept(Shown):
     def facts(self) -> dict[str, str]:
         states = [row["state"] for row in cell_rows(self.plan, self.places)]
         counts = {state: states.count(state) for state in dict.fromkeys(states)}
-        return {"cells": whole(len(states)), **{k: whole(v) for k, v in counts.items()}}
+        return {"cells": thousands(len(states)), **{k: thousands(v) for k, v in counts.items()}}
 
     @cached_property
     def table(self) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from quiverfl.topologies.arguments import whole
+from quiverfl.topologies.arguments import checked_whole
 from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers
 from quiverfl.topologies.topology import Topology, downloads, links, uploads
 from quiverfl.topologies.unchanging import first_graphs
@@ -89,7 +89,7 @@ class TopologyReport:
 
 def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> TopologyReport:
     """Look at rounds 0 … rounds - 1 (see first_graphs for topologies that look)."""
-    rounds = whole("analyse", "rounds", rounds, 1, None, "there is no round to look at")
+    rounds = checked_whole("analyse", "rounds", rounds, 1, None, "there is no round to look at")
     graphs = first_graphs(topology, rounds)
     fixed = all(_same(graphs[0], graph) for graph in graphs[1:])
     columns = all(graph.column_stochastic for graph in graphs)

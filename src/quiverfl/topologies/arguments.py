@@ -8,7 +8,9 @@ from typing import SupportsIndex
 from quiverfl.errors import QuiverError
 
 
-def whole(topology: str, option: str, value: object, low: int, high: int | None, why: str) -> int:
+def checked_whole(
+    topology: str, option: str, value: object, low: int, high: int | None, why: str
+) -> int:
     """The value as an int in low … high, or a sentence saying why not."""
     try:
         if not isinstance(value, SupportsIndex):
@@ -23,7 +25,7 @@ def whole(topology: str, option: str, value: object, low: int, high: int | None,
 
 
 def checked_clients(topology: str, clients: object) -> int:
-    return whole(topology, "clients", clients, 1, None, "a graph needs somebody in it")
+    return checked_whole(topology, "clients", clients, 1, None, "a graph needs somebody in it")
 
 
 def checked_neighbors(topology: str, neighbors: object, clients: int) -> int:
@@ -34,7 +36,7 @@ def checked_neighbors(topology: str, neighbors: object, clients: int) -> int:
             "give more clients, or use the topology 'isolated'."
         )
     why = f"each of {clients} clients has {clients - 1} others to be its neighbours"
-    return whole(topology, "neighbors", neighbors, 1, clients - 1, why)
+    return checked_whole(topology, "neighbors", neighbors, 1, clients - 1, why)
 
 
 def share(topology: str, option: str, value: float, zero: bool) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 
 from quiverfl.errors import QuiverError, nearest
 from quiverfl.seeds import Hashes, hashed
-from quiverfl.topologies.arguments import checked_clients, checked_neighbors, whole
+from quiverfl.topologies.arguments import checked_clients, checked_neighbors, checked_whole
 from quiverfl.topologies.graph import Flags, Floats, Graph, Integers
 from quiverfl.topologies.topology import Topology, from_entries
 from quiverfl.topologies.view import Looks, View, not_too_many
@@ -52,7 +52,7 @@ def loss_push(
     if candidates is None:
         candidates = min(2 * neighbors, clients - 1)
     why = f"{neighbors} of them are chosen, and there are {clients - 1} others"
-    candidates = whole("loss_push", "candidates", candidates, neighbors, clients - 1, why)
+    candidates = checked_whole("loss_push", "candidates", candidates, neighbors, clients - 1, why)
     score = partial(_drawn_losses, candidates, seed)
     rule = _Rule("loss_push", neighbors, score, explore, seed)
     return rule.topology(clients, Looks(loss=True), candidates=candidates)
@@ -103,7 +103,7 @@ def bandit_push(
 
 def _sketched(name: str, sketch: int, seed: int) -> Looks:
     why = "a sketch of one number knows only signs"
-    return Looks(sketch=whole(name, "sketch", sketch, 2, None, why), seed=seed)
+    return Looks(sketch=checked_whole(name, "sketch", sketch, 2, None, why), seed=seed)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Rule:
     def topology(self, clients: int, looks: Looks, **options: object) -> Topology:
         not_too_many(self.name, clients)
         why = f"so many of the {self.neighbors} neighbours are drawn"
-        explore = whole(self.name, "explore", self.explore, 0, self.neighbors, why)
+        explore = checked_whole(self.name, "explore", self.explore, 0, self.neighbors, why)
         options = {"neighbors": self.neighbors, **options, "explore": explore, "seed": self.seed}
         return Topology(self.name, clients, self.push, options, looks)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quiverfl.card import Shown, between, whole
+from quiverfl.card import Shown, between, thousands
 
 if TYPE_CHECKING:
     from quiverfl.topologies.graph import Graph
@@ -21,12 +21,12 @@ class ShownGraph(Shown):
         else:
             copies = graph.clients // graph.matrix.shape[0]
             across = int(graph.matrix.nnz) * copies - _own(graph)
-            links = f"{whole(across)} messages"
+            links = f"{thousands(across)} messages"
         known = {"rows": graph.row_stochastic, "columns": graph.column_stochastic}
         sums = [name for name, holds in known.items() if holds]
         return {
-            "clients": whole(graph.clients),
-            "training": whole(int(graph.active.sum())),
+            "clients": thousands(graph.clients),
+            "training": thousands(int(graph.active.sum())),
             "links": links,
             "weights sum to 1 in": " and ".join(sums) or "neither rows nor columns",
         }

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from quiverfl.seeds import hashed
-from quiverfl.topologies.arguments import checked_clients, whole
+from quiverfl.topologies.arguments import checked_clients, checked_whole
 from quiverfl.topologies.graph import Graph, Integers
 from quiverfl.topologies.topology import Topology, same_for_all
 
@@ -16,7 +16,7 @@ def star(clients: int, sampled: int, seed: int = 0, static: bool = False) -> Top
     """A server: a random set of clients trains; all receive the average of that set."""
     clients = checked_clients("star", clients)
     why = f"a round samples some of the {clients} clients"
-    sampled = whole("star", "sampled", sampled, 1, clients, why)
+    sampled = checked_whole("star", "sampled", sampled, 1, clients, why)
     draw = partial(_star, clients, sampled, seed)
     options = {"sampled": sampled, "seed": seed, "static": static}
     if static:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.errors import QuiverError
-from quiverfl.topologies.arguments import whole
+from quiverfl.topologies.arguments import checked_whole
 from quiverfl.topologies.graph import Floats, Graph
 
 Told = npt.NDArray[np.float32]
@@ -48,7 +48,9 @@ class Looks:
     """Of the sketch; all clients must use the same one."""
 
     def __post_init__(self) -> None:
-        whole("looks", "sketch", self.sketch, 0, None, "it is how many numbers a sketch has")
+        checked_whole(
+            "looks", "sketch", self.sketch, 0, None, "it is how many numbers a sketch has"
+        )
         if not self.width:
             raise QuiverError("looks: nothing to look at; ask for loss, norm or sketch = 32.")
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.on_disk import pieces
-from quiverfl.durable import whole, workplace
+from quiverfl.durable import whole_or_nothing, workplace
 from quiverfl.errors import QuiverError
 
 FOLDER = ".quiver-cache"
@@ -48,7 +48,7 @@ def cached(
             _remove(folder)
     dataset = read()
     try:
-        with whole(folder) as draft:
+        with whole_or_nothing(folder) as draft:
             save_arrays(dataset, draft)
     except OSError as error:
         warnings.warn(

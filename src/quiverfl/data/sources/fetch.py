@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from quiverfl.durable import whole, workplace
+from quiverfl.durable import whole_or_nothing, workplace
 from quiverfl.errors import QuiverError
 
 CHUNK = 1 << 18
@@ -88,7 +88,7 @@ def _fetch(download: Download, root: Path, report: Report) -> None:
     """A copy of an archive that already lies in the root is used instead of the network."""
     final = root / download.place
     if not download.archive:
-        with whole(final) as draft:
+        with whole_or_nothing(final) as draft:
             _download(download, draft, report)
             _verify(draft, download, final)
         return
@@ -99,7 +99,7 @@ def _fetch(download: Download, root: Path, report: Report) -> None:
             archive = folder / download.file
             _download(download, archive, report)
         _verify(archive, download, carried)
-        with whole(final) as draft:
+        with whole_or_nothing(final) as draft:
             _unpack(archive, download, draft)
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.arrays import Kinds
-from quiverfl.data.sources.table import Columns, Names, Options, from_frame
+from quiverfl.data.sources.table import Names, Options, from_frame, with_options
 from quiverfl.errors import QuiverError
 from quiverfl.extras import require
 
@@ -23,21 +22,8 @@ PART = "part of the dictionary"
 """The column that says which part a row is of, where they come in parts."""
 
 
-def read_huggingface(
-    path: Path,
-    label: Names = "label",
-    features: Names | None = None,
-    owner: str | None = None,
-    split: str | None = None,
-    test_share: float = 0.2,
-    classes: int | None = None,
-    inputs: Kinds = None,
-    exclude: Columns = (),
-    targets: Kinds = None,
-    pad: float | None = None,
-    length: int | None = None,
-    mask: str = "attention_mask",
-) -> Dataset:
+@with_options
+def read_huggingface(path: Path, options: Options) -> Dataset:
     """A folder that `save_to_disk` wrote; the options are those of a table."""
     require("datasets", "data 'huggingface'")
     import datasets
@@ -49,20 +35,6 @@ def read_huggingface(
             f"{path} is not a readable folder of datasets' save_to_disk ({error}); files of other "
             "kinds: name = 'table', or module:function with qv.from_huggingface."
         ) from error
-    options = Options(
-        label,
-        features,
-        owner,
-        split,
-        test_share,
-        classes,
-        inputs,
-        exclude,
-        targets,
-        pad,
-        length,
-        mask,
-    )
     return _from(found, path.name, str(path), options)
 
 
@@ -81,7 +53,7 @@ def from_huggingface(
     length, mask. Lists of whole numbers are ids.
     """
     require("datasets", "qv.from_huggingface")
-    known = [key for key in Options.__dataclass_fields__ if key != "lists_are_ids"]
+    known = list(Options.__dataclass_fields__)
     for key in options:
         if key not in known:
             raise QuiverError(f"from_huggingface has no option {key!r}; it has {', '.join(known)}.")
@@ -91,7 +63,6 @@ def from_huggingface(
 
 
 def _from(found: Any, name: str, where: str, options: Options) -> Dataset:
-    options = replace(options, lists_are_ids=True)
     parts = _parts(found, where)
     table = _frame(parts, where, options)
     if len(parts) > 1:
@@ -103,7 +74,7 @@ def _from(found: Any, name: str, where: str, options: Options) -> Dataset:
     owner = options.owner
     if owner is not None and owner in table and _class_names(columns, owner):
         table[owner] = table[owner].map(dict(enumerate(_class_names(columns, owner))))
-    dataset = from_frame(name, where, table, options)
+    dataset = from_frame(name, where, table, options, lists_are_ids=True)
     if names and dataset.train_target is None:
         return replace(dataset, class_names=names)
     return dataset

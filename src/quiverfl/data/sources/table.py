@@ -6,7 +6,8 @@ Inputs are numbers in columns, lists in one column, or images as the Hugging Fac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -43,50 +44,9 @@ Names = Columns | Mapping[str, Columns]
 
 @dataclass(frozen=True)
 class Options:
-    """Which columns are what; `read_table` says it of each."""
+    """Which columns are what.
 
-    label: Names = "label"
-    features: Names | None = None
-    owner: str | None = None
-    split: str | None = None
-    test_share: float = 0.2
-    classes: int | None = None
-    inputs: Kinds = None
-    exclude: Columns = ()
-    targets: Kinds = None
-    pad: float | None = None
-    length: int | None = None
-    mask: str = "attention_mask"
-    lists_are_ids: bool = False
-
-    @property
-    def padding(self) -> Padding | None:
-        if self.pad is None:
-            if self.length is not None:
-                raise QuiverError("data.options.length is the length after padding: set pad, too.")
-            return None
-        if self.length is not None and self.length < 1:
-            raise QuiverError(f"data.options.length = {self.length}: it must be at least 1.")
-        return Padding(self.pad, self.length, self.mask)
-
-
-def read_table(
-    path: Path,
-    label: Names = "label",
-    features: Names | None = None,
-    owner: str | None = None,
-    split: str | None = None,
-    test_share: float = 0.2,
-    classes: int | None = None,
-    inputs: Kinds = None,
-    exclude: Columns = (),
-    targets: Kinds = None,
-    pad: float | None = None,
-    length: int | None = None,
-    mask: str = "attention_mask",
-) -> Dataset:
-    """`features`: the column or columns of the inputs (None: all that are left) but for `exclude`.
-
+    `features`: the column or columns of the inputs (None: all that are left) but for `exclude`.
     In both, `px*` means all columns whose names begin with px. A dictionary of names and columns
     makes a dictionary of inputs; so do several columns of lists, by their own names. `label` may be
     a dictionary, too, of targets.
@@ -101,24 +61,51 @@ def read_table(
     `pad` is put behind lists that are shorter than the longest, or than `length`; `mask` is what
     the input is called that says where there is none.
     """
-    options = Options(
-        label,
-        features,
-        owner,
-        split,
-        test_share,
-        classes,
-        inputs,
-        exclude,
-        targets,
-        pad,
-        length,
-        mask,
-    )
+
+    label: Names = "label"
+    features: Names | None = None
+    owner: str | None = None
+    split: str | None = None
+    test_share: float = 0.2
+    classes: int | None = None
+    inputs: Kinds = None
+    exclude: Columns = ()
+    targets: Kinds = None
+    pad: float | None = None
+    length: int | None = None
+    mask: str = "attention_mask"
+
+    @property
+    def padding(self) -> Padding | None:
+        if self.pad is None:
+            if self.length is not None:
+                raise QuiverError("data.options.length is the length after padding: set pad, too.")
+            return None
+        if self.length is not None and self.length < 1:
+            raise QuiverError(f"data.options.length = {self.length}: it must be at least 1.")
+        return Padding(self.pad, self.length, self.mask)
+
+
+def with_options(read: Callable[[Path, Options], Dataset]) -> Callable[..., Dataset]:
+    """A source that takes a path and the fields of Options, by their names."""
+
+    def source(path: Path, **options: Any) -> Dataset:
+        return read(path, Options(**options))
+
+    place = inspect.Parameter("path", inspect.Parameter.POSITIONAL_ONLY)
+    fields = inspect.signature(Options).parameters.values()
+    source.__signature__ = inspect.Signature([place, *fields])  # type: ignore[attr-defined]
+    return source
+
+
+@with_options
+def read_table(path: Path, options: Options) -> Dataset:
     return from_frame(path.stem, str(path), _load(path), options)
 
 
-def from_frame(name: str, where: str, table: pd.DataFrame, options: Options) -> Dataset:
+def from_frame(
+    name: str, where: str, table: pd.DataFrame, options: Options, lists_are_ids: bool = False
+) -> Dataset:
     """A table in memory; `where` is what messages call it."""
     label, owner, split, targets = options.label, options.owner, options.split, options.targets
     wanted = _columns_in(label)
@@ -143,7 +130,7 @@ def from_frame(name: str, where: str, table: pd.DataFrame, options: Options) -> 
     def are_ids(path: str, leaf: Values) -> bool:
         """Lists of whole numbers beside others, or padded, are ids: a mask is one of them."""
         whole = bool(np.issubdtype(leaf.dtype, np.integer)) and leaf.dtype != np.uint8
-        return whole and path in lists and (bool(path) or options.lists_are_ids)
+        return whole and path in lists and (bool(path) or lists_are_ids)
 
     kinds = options.inputs, targets
     return from_arrays(name, where, first, second, whose, options.classes, *kinds, are_ids)

@@ -29,7 +29,7 @@ from quiverfl.results.mean_ranks import words as rank_words
 from quiverfl.results.paired import LEVEL
 from quiverfl.results.protocol import REPORT_WORDS, describe
 from quiverfl.results.summary import Report
-from quiverfl.results.table_formats import Cell, Column, Table
+from quiverfl.results.table_formats import Column, Table, TableCell
 from quiverfl.results.tables import (
     DIFFERENCE_WORDS,
     REPORT_TITLES,
@@ -53,7 +53,7 @@ class Block:
 
     above: str
     title: str
-    cells: dict[str, Cell]
+    cells: dict[str, TableCell]
 
 
 def accuracy_table(
@@ -80,7 +80,7 @@ def series_table(
     """Cases in rows, such as numbers of neighbours; for each method both stages."""
     frame = accuracy_frame(results, report)
     columns = [Column("", number=False)]
-    cells: list[list[Cell]] = [[Cell(case.label)] for case in results.cases]
+    cells: list[list[TableCell]] = [[TableCell(case.label)] for case in results.cases]
     for method in results.methods():
         rows = frame[frame["method"] == method].rename(columns={"case": "method", "method": "_"})
         records = _records(rows)
@@ -88,7 +88,7 @@ def series_table(
             columns.append(Column(stage, method_title(method)))
             shown = _stage_column(records, stage)
             for case, line in zip(results.cases, cells, strict=True):
-                line.append(shown.get(case.label, Cell(numbers.NOTHING)))
+                line.append(shown.get(case.label, TableCell(numbers.NOTHING)))
     caption = _accuracy_caption(item, results, stages, report, printed=False)
     title = f"{item.title}: test {METRIC} in % ({REPORT_TITLES[report].lower()})"
     return Table(title, tuple(columns), tuple(map(tuple, cells)), caption)
@@ -129,7 +129,7 @@ def equal_steps_table(item: Item, results: Results, stages: Sequence[str]) -> Ta
     for case in results.cases:
         rows = _rows(frame, case.label)
         above = f"{case.label}, {numbers.whole(rows[0]['steps_allowed'])} steps"
-        spent = _column(rows, lambda row: Cell(numbers.whole(row[f"{stages[0]}_rounds"])))
+        spent = _column(rows, lambda row: TableCell(numbers.whole(row[f"{stages[0]}_rounds"])))
         blocks.append(Block(above, "rounds", spent))
         blocks += [Block(above, stage, _stage_column(rows, stage)) for stage in stages]
     caption = [
@@ -203,12 +203,12 @@ def titled(found: MeanRanks) -> MeanRanks:
     return replace(found, methods=tuple(map(method_title, found.methods)))
 
 
-def _seeds(row: Row) -> Cell:
+def _seeds(row: Row) -> TableCell:
     return seeds_cell(row["seeds_needed"])
 
 
-def _won(row: Row) -> Cell:
-    return Cell(f"{row['clients_won']} : {row['clients_lost']}")
+def _won(row: Row) -> TableCell:
+    return TableCell(f"{row['clients_won']} : {row['clients_lost']}")
 
 
 def partition_table(item: Item, shares: Mapping[str, Partition]) -> Table:
@@ -226,7 +226,7 @@ def partition_table(item: Item, shares: Mapping[str, Partition]) -> Table:
             f"{classes.mean():.1f}",
             f"{share.heterogeneity():.3f}",
         )
-        rows.append((Cell(label), *map(Cell, texts)))
+        rows.append((TableCell(label), *map(TableCell, texts)))
     caption = (
         "Training samples and classes of a client. Heterogeneity is the mean total-variation "
         "distance of the clients' class shares from those of all together: 0 when all are alike."
@@ -262,9 +262,9 @@ def _table(
     columns += [Column(block.title, block.above) for block in blocks]
     rows = [
         (
-            Cell(method_title(method)),
-            *(Cell(texts.get(method, "")) for texts in traits.values()),
-            *(block.cells.get(method, Cell(numbers.NOTHING)) for block in blocks),
+            TableCell(method_title(method)),
+            *(TableCell(texts.get(method, "")) for texts in traits.values()),
+            *(block.cells.get(method, TableCell(numbers.NOTHING)) for block in blocks),
         )
         for method in methods
     ]
@@ -279,44 +279,44 @@ def _records(frame: pd.DataFrame) -> list[Row]:
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
-def _column(rows: Sequence[Row], show: Callable[[Row], Cell]) -> dict[str, Cell]:
+def _column(rows: Sequence[Row], show: Callable[[Row], TableCell]) -> dict[str, TableCell]:
     return {row["method"]: show(row) for row in rows}
 
 
-def _stage_column(rows: Sequence[Row], stage: str) -> dict[str, Cell]:
+def _stage_column(rows: Sequence[Row], stage: str) -> dict[str, TableCell]:
     means = [row[f"{stage}_mean"] for row in rows if row[f"{stage}_mean"] >= 0]
     best = max(means) if len(means) > 1 else None
     return _column(rows, lambda row: _spread(row[f"{stage}_mean"], row[f"{stage}_std"], best))
 
 
-def _spread(mean: float, std: float, best: float | None = None) -> Cell:
-    return Cell(numbers.with_spread(mean, std, METRIC), best=mean == best)
+def _spread(mean: float, std: float, best: float | None = None) -> TableCell:
+    return TableCell(numbers.with_spread(mean, std, METRIC), best=mean == best)
 
 
-def _difference(row: Row) -> Cell:
+def _difference(row: Row) -> TableCell:
     text, std = numbers.signed(row["difference"], METRIC), row["seed_std"]
     sure = " *" if row["p_holm"] < LEVEL else ""
-    return Cell(text if math.isnan(std) else f"{text} ± {numbers.score(std, METRIC)}{sure}")
+    return TableCell(text if math.isnan(std) else f"{text} ± {numbers.score(std, METRIC)}{sure}")
 
 
-def _rounds_column(rows: Sequence[Row]) -> dict[str, Cell]:
+def _rounds_column(rows: Sequence[Row]) -> dict[str, TableCell]:
     fastest = min((row["rounds"] for row in rows if row["rounds"] > 0), default=math.nan)
     return _column(rows, lambda row: _rounds(row, fastest))
 
 
-def _rounds(row: Row, fastest: float) -> Cell:
+def _rounds(row: Row, fastest: float) -> TableCell:
     mean, std = row["rounds"], row["rounds_seed_std"]
     text = numbers.whole(mean) if math.isnan(std) else f"{mean:.1f} ± {std:.1f}"
-    return Cell(text, best=mean == fastest)
+    return TableCell(text, best=mean == fastest)
 
 
-def _paper_rounds(row: Row) -> Cell:
+def _paper_rounds(row: Row) -> TableCell:
     value = row["paper_rounds"]
-    return Cell(numbers.whole(value) if math.isfinite(value) else numbers.NOTHING)
+    return TableCell(numbers.whole(value) if math.isfinite(value) else numbers.NOTHING)
 
 
-def _times(factor: float) -> Cell:
-    return Cell(f"{factor:.2f} ×" if factor > 0 else numbers.NOTHING)  # NaN is not
+def _times(factor: float) -> TableCell:
+    return TableCell(f"{factor:.2f} ×" if factor > 0 else numbers.NOTHING)  # NaN is not
 
 
 def _target_words(frame: pd.DataFrame) -> str:

@@ -10,7 +10,7 @@ from scipy import stats
 
 from quiverfl.paper.theory.descent import bounded, descend, steps
 from quiverfl.paper.theory.problem import Problem
-from quiverfl.paper.theory.theory_settings import Settings
+from quiverfl.paper.theory.theory_settings import TheorySettings
 from quiverfl.topologies import analyse, directed_ring, exponential, full, random_push
 from quiverfl.topologies.topology import Topology
 
@@ -60,7 +60,7 @@ class Connectivity:
     """Spearman's, between q and the error: 1 where the two orders are the same."""
 
 
-def measure_connectivity(settings: Settings) -> Iterator[str | Connectivity]:
+def measure_connectivity(settings: TheorySettings) -> Iterator[str | Connectivity]:
     """Clients start apart, as in line 1 of Algorithm 1, on every graph alike."""
     problem = Problem(
         coupling=0.8, noise_shared=1.0, noise_personal=1.0, diversity=1.0, start=0.0, apart=4.0

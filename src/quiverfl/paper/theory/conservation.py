@@ -20,7 +20,7 @@ from quiverfl.methods.dfedpgp import DFedPGP
 from quiverfl.methods.pushsum import PushSumState
 from quiverfl.paper.theory.descent import METHOD, descend, steps
 from quiverfl.paper.theory.problem import Problem
-from quiverfl.paper.theory.theory_settings import Settings
+from quiverfl.paper.theory.theory_settings import TheorySettings
 from quiverfl.task import Point, Task
 from quiverfl.topologies import random_pull, random_push
 from quiverfl.topologies.topology import Topology
@@ -115,7 +115,7 @@ class Conservation:
     limits: tuple[Limit, ...]
 
 
-def measure_conservation(settings: Settings) -> Iterator[str | Conservation]:
+def measure_conservation(settings: TheorySettings) -> Iterator[str | Conservation]:
     quiet = Problem(noise_shared=0.0, noise_personal=0.0)
     apart = replace(quiet, apart=1.0)
     mixing, limits = [], []

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from quiverfl.paper.theory.connectivity import Connectivity, measure_connectivity
 from quiverfl.paper.theory.conservation import Conservation, measure_conservation
 from quiverfl.paper.theory.rate import Rate, measure_rate
-from quiverfl.paper.theory.theory_settings import FULL, Settings
+from quiverfl.paper.theory.theory_settings import FULL, TheorySettings
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Findings:
-    settings: Settings
+    settings: TheorySettings
     rate: Rate
     connectivity: Connectivity
     conservation: Conservation
@@ -26,7 +26,9 @@ class Findings:
         return asdict(self)
 
 
-def measure(settings: Settings = FULL, told: Callable[[str], None] = lambda _: None) -> Findings:
+def measure(
+    settings: TheorySettings = FULL, told: Callable[[str], None] = lambda _: None
+) -> Findings:
     """`told` hears what is about to be computed."""
     return Findings(
         settings,

@@ -11,7 +11,7 @@ from scipy import stats
 
 from quiverfl.paper.theory.descent import METHOD, bounded, corollary_steps, descend
 from quiverfl.paper.theory.problem import Problem
-from quiverfl.paper.theory.theory_settings import Settings
+from quiverfl.paper.theory.theory_settings import TheorySettings
 from quiverfl.topologies import random_push
 
 Floats = npt.NDArray[np.float64]
@@ -73,7 +73,7 @@ class Rate:
     parts: tuple[RatePart, ...]
 
 
-def measure_rate(settings: Settings) -> Iterator[str | Rate]:
+def measure_rate(settings: TheorySettings) -> Iterator[str | Rate]:
     """Says what it is about to do before each piece of work; the result comes last."""
     parts = []
     for name, (words, problem) in PARTS.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class TheorySettings:
     rounds: tuple[int, ...]
     """The T of the rate."""
     part_rounds: tuple[int, ...]
@@ -19,7 +19,7 @@ class Settings:
     """η_u · L_u · K_u of the limits."""
 
 
-FULL = Settings(
+FULL = TheorySettings(
     rounds=(16, 64, 256, 1024),
     part_rounds=(16, 48, 144),
     seeds=3,
@@ -28,7 +28,7 @@ FULL = Settings(
     limit_rounds=120,
     steps=(0.4, 0.2, 0.1),
 )
-QUICK = Settings(
+QUICK = TheorySettings(
     rounds=(8, 24, 72),
     part_rounds=(4, 12),
     seeds=2,

@@ -8,7 +8,7 @@ from quiverfl.paper.theory.connectivity import Connectivity
 from quiverfl.paper.theory.conservation import Conservation, Mixing
 from quiverfl.paper.theory.measure import Findings
 from quiverfl.paper.theory.rate import Rate
-from quiverfl.results.table_formats import Cell, Column, Table
+from quiverfl.results.table_formats import Column, Table, TableCell
 
 MINUS = "−"
 _SCHEMES = (
@@ -150,7 +150,7 @@ def mixing_table(found: Conservation) -> Table:
     return Table(
         f"{found.mixing_rounds} rounds of mixing, nobody trains",
         columns,
-        tuple(tuple(Cell(text) for text in row) for row in rows),
+        tuple(tuple(TableCell(text) for text in row) for row in rows),
         "In units of how far apart the clients start; what clients use is z, or u where μ is "
         f"ignored. {_SCHEMES} {found.neighbors} neighbours, a new graph every round.",
     )
@@ -168,7 +168,7 @@ def limit_table(found: Conservation) -> Table:
             texts = [f"{label}, {'fixed' if static else 'new'}"]
             texts += [f"{limit.mean_distance:.3f}" for limit in some]
             texts += [f"{limit.client_distance:.2f}" for limit in some]
-            rows.append(tuple(Cell(text) for text in texts))
+            rows.append(tuple(TableCell(text) for text in texts))
     return Table(
         f"Distance from the optimum after {found.limit_rounds} rounds without noise, by step",
         tuple(columns),
@@ -203,6 +203,6 @@ def _table(
     return Table(
         title,
         tuple(Column(name, number=place >= words) for place, name in enumerate(columns)),
-        tuple(tuple(Cell(text) for text in row) for row in rows),
+        tuple(tuple(TableCell(text) for text in row) for row in rows),
         caption,
     )
