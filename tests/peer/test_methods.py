@@ -192,17 +192,29 @@ def test_sync_peers_equal_the_simulation(tmp_path: Path, method: Any, topology: 
     same_as_simulated(played, method, topology, torch.float32)
 
 
+GRAPHS = {
+    REGULAR: "regular",
+    PUSH: "push",
+    PULL: "pull",
+    SOME: "some away",
+    AWAY: "push, some away",
+}
 EVERY = [
     (method, graphs, dtype)
     for method in DECENTRALIZED
-    for graphs in (REGULAR, PUSH, PULL, SOME, AWAY)
+    for graphs in GRAPHS
     for dtype in (torch.float32, torch.float64)
     if method.mass is not None or method.topology == "isolated" or graphs not in (PUSH, AWAY)
 ]
 
 
+def called(value: Any) -> str:
+    """A parameter in the name of a case."""
+    return GRAPHS.get(value) or str(value)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "graphs", "dtype"), EVERY)
+@pytest.mark.parametrize(("method", "graphs", "dtype"), EVERY, ids=called)
 def test_every_method_equals_its_simulation_on_every_graph(
     tmp_path: Path, method: Any, graphs: Any, dtype: torch.dtype
 ) -> None:
@@ -349,12 +361,13 @@ def test_async_peers_average(tmp_path: Path, method: Any, topology: Topology) ->
 
 
 ISOLATED = lambda m: qv.isolated(clients=m)  # noqa: E731
+GRAPHS[ISOLATED] = "isolated"
 APART = [(method, graphs) for method, graphs, dtype in EVERY if dtype is torch.float64]
 APART += [(method, ISOLATED) for method in DECENTRALIZED if method.topology == "isolated"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "graphs"), APART)
+@pytest.mark.parametrize(("method", "graphs"), APART, ids=called)
 def test_every_method_learns_on_every_graph_without_waiting(
     tmp_path: Path, method: Any, graphs: Any
 ) -> None:
