@@ -41,7 +41,6 @@ CASES = [
     (qv.DFedAvgM(epochs=1), qv.ring(4), STAYS),
     (qv.DFedPGP(shared_epochs=1), ONE_PULL(3), EIGHT),
 ]
-FAST = 2
 CODINGS = [Coding(compression, seed=5) for compression in (EIGHT, FEW, SOME, STAYS)]
 
 
@@ -50,10 +49,8 @@ def message_of(size: int = 100, seed: int = 0) -> Leaves:
     return {"u": chance.normal(size=size).astype(np.float32), "y": chance.normal(size=(size // 2))}
 
 
-@pytest.mark.parametrize(
-    ("method", "topology", "compression"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (n >= FAST)) for n, case in enumerate(CASES)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "topology", "compression"), CASES)
 def test_sync_peers_code_as_their_simulation_does(
     tmp_path: Path, method: Any, topology: Topology, compression: Any
 ) -> None:
@@ -63,6 +60,7 @@ def test_sync_peers_code_as_their_simulation_does(
     same_as_simulated(played, method, topology, torch.float32, transforms)
 
 
+@pytest.mark.slow
 def test_async_peers_lose_nothing_of_what_they_do_not_send(tmp_path: Path) -> None:
     method = qv.OSGP(epochs=1)
     coded = Transforms(FEW)
@@ -141,7 +139,7 @@ def test_mutated_codes_are_messages_or_an_error(coding: Coding) -> None:
     manifest = Manifest.of(message, coding=coding)
     good = as_coded(coding.coded(message, origin), 0.25)
     refused = 0
-    for _ in range(400):
+    for _ in range(120):
         mutant = bytearray(good)
         for _ in range(chance.randint(1, 3)):
             mutant[chance.randrange(len(mutant))] = chance.choice((0, 127, 128, 254, 255))
@@ -154,7 +152,7 @@ def test_mutated_codes_are_messages_or_an_error(coding: Coding) -> None:
             continue
         assert {name: leaf.shape for name, leaf in found.items()} == {"u": (100,), "y": (50,)}
         assert all(np.isfinite(leaf).all() for leaf in found.values())
-    assert refused > 100
+    assert refused > 30
 
 
 @pytest.mark.parametrize("part", [0.0, -0.5, 1.5, float("nan"), float("inf")])
@@ -188,7 +186,9 @@ def test_a_code_that_is_none_goes_back(folders: list[Path]) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("compression", [EIGHT, FEW, SOME])
+@pytest.mark.parametrize(
+    "compression", [FEW, *(pytest.param(one, marks=pytest.mark.slow) for one in (EIGHT, SOME))]
+)
 def test_the_peers_arithmetic_codes_to_the_same_sum(compression: Any) -> None:
     """One round in both arithmetics, to rounding; then Σu and Σμ over thirty."""
     method, topology = qv.OSGP(), qv.random_push(clients=6, neighbors=2, seed=1)

@@ -28,7 +28,7 @@ RULES = [
     qv.similar_push(clients=4, neighbors=2, explore=0, sketch=8, seed=3),
     qv.bandit_push(clients=4, neighbors=1, explore=0, seed=3),
 ]
-SMALL = Transforms(qv.Quantize(bits=8))
+SMALL = Transforms(qv.TopK(fraction=0.1))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,7 @@ def test_nobody_needs_to_know_what_others_were_told(topology: Any) -> None:
         assert (whole.sparse.toarray() == alone.sparse.toarray()).all()
 
 
+@pytest.mark.slow
 def test_async_peers_choose_too(tmp_path: Path) -> None:
     played = play_peers(tmp_path, qv.OSGP(epochs=1), RULES[0], torch.float64, "async")
     assert played.report.passed, played.report.problems

@@ -25,13 +25,14 @@ GRADIENTS = Transforms(privacy=qv.DPSGD(clip=0.5, noise=0.5))
 CODED = Transforms(qv.Quantize(bits=8, feedback="remainder"), qv.UpdatePrivacy(noise=0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topology", "transforms"),
     [
         (qv.OSGP(epochs=1), ONE_PUSH(3), BLURRED),
-        pytest.param(qv.DFedPGP(1, 1), ONE_PUSH(3), GRADIENTS, marks=pytest.mark.slow),
-        pytest.param(qv.DFedAvgM(epochs=1), qv.ring(3), CODED, marks=pytest.mark.slow),
-        pytest.param(qv.DFedPGP(1, 1), qv.random_pull(3, 1), BLURRED, marks=pytest.mark.slow),
+        (qv.DFedPGP(1, 1), ONE_PUSH(3), GRADIENTS),
+        (qv.DFedAvgM(epochs=1), qv.ring(3), CODED),
+        (qv.DFedPGP(1, 1), qv.random_pull(3, 1), BLURRED),
     ],
 )
 def test_sync_peers_are_as_private_as_their_simulation(
@@ -44,6 +45,7 @@ def test_sync_peers_are_as_private_as_their_simulation(
     assert max(node.lines[-1]["epsilon"] for node in played.nodes) == spent.iloc[-1] > 0
 
 
+@pytest.mark.slow
 def test_secret_noise_is_nobody_elses(tmp_path: Path) -> None:
     """It is what its store keeps, so a restart draws it again; the run's seed says nothing."""
     folders = make_swarm(tmp_path, 2, 3, "sync")
@@ -68,6 +70,25 @@ def test_secret_noise_is_nobody_elses(tmp_path: Path) -> None:
     known = asyncio.run(released(one))
     assert not np.array_equal(first, known)
     assert 0.4 < np.std(first - known) / (0.5 * 2**0.5) < 1.6
+
+
+def test_a_round_from_another_state_has_other_noise(tmp_path: Path) -> None:
+    """On a restored backup: the difference of two releases of a round must not be without noise."""
+    folder = make_folders(tmp_path, 2)[0]
+    node = node_on(folder, qv.OSGP(epochs=0), ONE_PUSH(2), torch.float64, transforms=BLURRED)
+    learner: Any = node.learner
+    learner.draw_noise_from(b"secret")
+
+    def released(shift: float) -> Any:
+        learner._shard.state = first._replace(u=first.u + shift)
+        learner.train(3, True, 1.0, False)
+        return learner.message(3)["u"] - learner.message()["u"]
+
+    first = learner._shard.state
+    once, again, other = released(0.0), released(0.0), released(1e-9)
+    assert np.array_equal(once, again)
+    assert np.std(once - other) > 0.1
+    node.store.close()
 
 
 def test_secret_noise_is_normal_and_keyed() -> None:

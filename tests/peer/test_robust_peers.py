@@ -23,6 +23,9 @@ __all__ = ["swarm"]
 
 FLIPS = qv.SignFlip(share=0.3, factor=3.0)
 NEAR = Transforms(robustness=qv.Balance(gamma=2.0), adversary=FLIPS)
+EVERYTHING = replace(
+    NEAR, compression=qv.Quantize(bits=8), privacy=qv.UpdatePrivacy(clip=0.5, noise=0.02)
+)
 CLIPS = Transforms(robustness=qv.SelfCenteredClip(radius=0.5), adversary=FLIPS)
 LARGE = Transforms(
     robustness=qv.NormBound(factor=2.0), adversary=qv.ScaledUpdate(share=0.3, factor=-500.0)
@@ -33,7 +36,13 @@ TWO = qv.random_push(clients=3, neighbors=2, seed=0)
 @pytest.mark.parametrize(
     ("method", "topology", "transforms"),
     [
-        (qv.OSGP(epochs=1), TWO, replace(NEAR, compression=qv.Quantize(bits=8))),
+        (qv.OSGP(epochs=1), TWO, EVERYTHING),
+        pytest.param(
+            qv.OSGP(epochs=1),
+            TWO,
+            replace(NEAR, compression=qv.Quantize(bits=8)),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(qv.OSGP(epochs=1), TWO, NEAR, marks=pytest.mark.slow),
         pytest.param(qv.DFedAvgM(epochs=1), qv.ring(4), LARGE, marks=pytest.mark.slow),
         pytest.param(qv.DFedPGP(1, 1), ONE_PULL(3), CLIPS, marks=pytest.mark.slow),
@@ -58,6 +67,7 @@ def test_sync_peers_refuse_what_their_simulation_refuses(
             assert node.number == bad or refused <= {f"peer-{bad}"}
 
 
+@pytest.mark.slow
 def test_async_peers_send_back_what_they_do_not_take(tmp_path: Path) -> None:
     """Σμ is whole again at the end, and what an attacker sent is with the attacker."""
     method = qv.OSGP(epochs=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -95,7 +96,7 @@ class ShardLearner:
         self._shard, self._task = shard, task
         outbox = shard.outbox()
         self._mass = method.mass if method.mass in outbox else None
-        self._mu = 1.0
+        self._mu, self._secret = 1.0, b""
         sparse, seed = isinstance(method, Weighs), shard.context.seed
         compression = transforms.compression
         coding = None if compression is None else Coding(compression, seed)
@@ -125,9 +126,23 @@ class ShardLearner:
 
     def draw_noise_from(self, secret: bytes) -> None:
         """Others know the seed of the run: the noise of privacy is to be known to nobody."""
-        self._shard.context.secret = secret
+        self._secret = secret
+        self._season()
+
+    def _season(self) -> None:
+        """Noise that was used once is used again for the very same release alone.
+
+        A round that is done again from another state, as on a restored backup, must not send
+        another update with the same noise: their difference would have none.
+        """
+        if not self._secret:
+            return
+        seasoned = hashlib.sha256(self._secret)
+        for leaf in self._shard.state:
+            seasoned.update(leaf.detach().cpu().contiguous().numpy().tobytes())
+        self._shard.context.secret = seasoned.digest()
         if self._alterations is not None:
-            self._alterations.secret = secret
+            self._alterations.secret = seasoned.digest()
 
     def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
         """The names and shapes inside the leaves, so that peers with other models do not talk."""
@@ -144,6 +159,7 @@ class ShardLearner:
         return found
 
     def train(self, round: int, active: bool, share: float, keep: bool) -> None:
+        self._season()
         if round == 0:  # its first model stays its local one if it does not train
             self._shard.remember(np.array([not active]))
         self._shard.train(round, np.array([active]), share)

@@ -187,13 +187,14 @@ async def _listen(peer: Participant, t: int) -> None:
         return neighbours.staying() - here - silent - neighbours.absent - neighbours.done
 
     await neighbours.tell(neighbours.staying())
-    end, pause = time.monotonic() + peer.settings.deadline, 0.02
+    # Everybody tells all the others: asking is for what was lost on the way.
+    end, pause = time.monotonic() + peer.settings.deadline, 0.5
     while missing() and time.monotonic() < end:
         await peer.until(lambda: not missing(), min(pause, end - time.monotonic()))
         if peer.stopping or peer.condition.leaving:
             return
         await neighbours.tell(missing())
-        pause = min(1.5 * pause, 1.0)
+        pause = min(1.5 * pause, 5.0)
     if late := missing():
         peer.log("deadline", round=t, missing=sorted(late))
         neighbours.absent |= late
