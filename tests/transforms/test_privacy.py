@@ -13,7 +13,10 @@ from opacus.accountants import RDPAccountant
 
 import quiverfl as qv
 from quiverfl.config import parse
+from quiverfl.engine import sample_gradients
 from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.programs import Program, Vectorized
+from quiverfl.engine.sample_gradients import bind_samples
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.results.run_files import read_run
@@ -207,6 +210,35 @@ def test_samples_are_clipped_one_by_one() -> None:
     found = tiny_task().named(qv.Point(shard.state.u[0], shard.state.v[0]))
     for name, leaf in found.items():
         torch.testing.assert_close(leaf, expected[name].detach(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("part", ["shared", "personal", "whole"])
+def test_gradients_of_many_samples_are_those_of_one_after_the_other(part: Any) -> None:
+    task, executor = tiny_task(), Vectorized()
+    start = [torch.stack([p.double(), 2 * p.double()]) for p in task.initial(0)]
+    program = Program.of(task, torch.float64, torch.device("cpu"))
+    x = torch.randn(2, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(14).view(2, 7) % 3
+    one = executor.bind(program, qv.Point(*start), part)
+    wanted = torch.stack([one(2, x[:, s : s + 1], y[:, s : s + 1], None) for s in range(7)], dim=1)
+    for features in (False, True):
+        found = bind_samples(program, qv.Point(*start), part, None, features)(2, x, y)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("executor", ["vectorized", "sequential"])
+def test_how_many_samples_are_at_once_changes_nothing(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, found = qv.DPSGD(clip=0.5), []
+    for size in (1, 15_000, sample_gradients.BYTES):  # vectorized: one, two, all of a batch
+        monkeypatch.setattr(sample_gradients, "BYTES", size)
+        shard = trained(private, executor=executor)
+        assert shard.context.by_sample == (executor == "vectorized" or torch.get_num_threads() == 1)
+        found.append(shard.state)
+    for state in found[1:]:
+        for one, other in zip(found[0], state, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_without_clipping_and_noise_it_is_plain_training() -> None:

@@ -70,6 +70,8 @@ class PhaseContext:
     """Whether the model draws random numbers in training, as dropout does."""
     private: DPSGD | None = None
     """How gradients are clipped and blurred, if they are."""
+    by_sample: bool = False
+    """Whether gradients of several samples can be computed at once, each apart."""
     secret: bytes = b""
     """What their noise is drawn from where others know the seed."""
     _template: Program = field(init=False)

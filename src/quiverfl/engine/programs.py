@@ -323,7 +323,7 @@ def stacked(
             return program.call(named, x, features, draws)
         return program.outputs(named, x, draws)
 
-    with _unfused():
+    with unfused():
         found = torch.vmap(call, in_dims=(0, 0, None if keys is None else 0))(named, x, keys)
     return found if features else Seen(found, _no_features(found))
 
@@ -339,7 +339,7 @@ def compiled() -> Stacked:
             return stacked(program, named, x, features, keys)
         if program not in found:
             found[program] = torch.compile(torch.vmap(program.outputs))
-        with _unfused():
+        with unfused():
             outputs = found[program](named, x)
         return Seen(outputs, _no_features(outputs))
 
@@ -347,7 +347,7 @@ def compiled() -> Stacked:
 
 
 @contextmanager
-def _unfused() -> Iterator[None]:
+def unfused() -> Iterator[None]:
     """Without torch's fused transformer layer and attention for CPUs: vmap has no rule for them."""
     layers, attention = torch.backends.mha, cast(Any, torch.backends.cuda)
     before = layers.get_fastpath_enabled(), attention.flash_sdp_enabled()

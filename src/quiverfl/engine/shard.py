@@ -90,6 +90,7 @@ class Shard:
             settings.rounds,
             draws=trial is not None and trial.draws(),
             private=private,
+            by_sample=private is not None and self._by_sample(trial),
         )
         if private is not None and self.context.draws:
             raise QuiverError(
@@ -113,6 +114,11 @@ class Shard:
         self.sight = (
             None if looks is None else Sight(looks, self.context, method, self.ids, self.everybody)
         )
+
+    def _by_sample(self, trial: Trial | None) -> bool:
+        """vmap is for one thread at a time, and not for every model."""
+        alone = not self._one_by_one or torch.get_num_threads() == 1
+        return alone and trial is not None and trial.why_not_stacked() is None
 
     @property
     def everybody(self) -> int:

@@ -16,6 +16,7 @@ from quiverfl.engine.optimizer import Buffers, Descent, Rates
 from quiverfl.engine.picks import Picks, moved, padding
 from quiverfl.engine.private_gradients import private_gradient
 from quiverfl.engine.programs import Executor, Losses, Program, aligned
+from quiverfl.engine.sample_gradients import SampleGradients, bind_samples, samples_at_once
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Loss, Train
 from quiverfl.methods.state import State
@@ -97,6 +98,7 @@ class Stepper:
         loaded: bool = False,
         private: DPSGD | None = None,
         slot: int = 0,
+        by_sample: bool = False,
     ) -> None:
         """`programs(i)` gives modules of this worker's own; several models want several.
 
@@ -112,7 +114,13 @@ class Stepper:
         )
         self._x: Tree = None
         self._draws: Tensor | None = None
-        self._private, self._slot = private, slot
+        self._private, self._slot, self._together = private, slot, 1
+        self._samples: SampleGradients | None = None
+        if private is not None and by_sample:
+            self._together = samples_at_once(executor.chunk, self._values)
+        if self._together > 1:
+            given = (programs(0), self.point, phase.part, self._losses(), features)
+            self._samples = bind_samples(*given)
         self._noise: Noise | None = None
 
     @property
@@ -175,10 +183,12 @@ class Stepper:
         if self._private is None or self._noise is None:
             return self._gradient(k, x, y, weights, self._draws)
 
-        def of(one_x: Tree, one_y: Tree) -> Tensor:
-            return self._gradient(k, one_x, one_y, None, None)
+        def of(some_x: Tree, some_y: Tree) -> Tensor:
+            if self._samples is not None:
+                return self._samples(k, some_x, some_y)
+            return self._gradient(k, some_x, some_y, None, None).unsqueeze(1)
 
-        return private_gradient(self._private, of, x, y, weights, self._noise)
+        return private_gradient(self._private, of, self._together, x, y, weights, self._noise)
 
     def _here(self, k: int) -> Point:
         return Point(*(part[:k] for part in self.point))

@@ -211,6 +211,7 @@ class _Way:
             training,
             kept,
             private=context.private,
+            by_sample=context.by_sample,
         )
         for feed in stepper.feeds(self.rows, self.each_batch()):
             stop_if_halted()
@@ -256,6 +257,7 @@ class _Way:
             training,
             loaded=True,
             private=context.private,
+            by_sample=context.by_sample,
             slot=slot,
         )
 
