@@ -36,7 +36,7 @@ from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
 
-SMALL_WORK = 20_000_000
+SMALL_WORK = 50_000_000
 """Products in a step of all clients together below which threads wait more than they work."""
 
 
