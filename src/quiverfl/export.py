@@ -59,6 +59,8 @@ def write_model(
     tensors: Tensors, config: Config, dataset: Dataset, owner: Mapping[str, Any], out: Path
 ) -> Iterator[str]:
     """`out` and a .json that describes it; what there is to say about them, line by line."""
+    if out.suffix != ".safetensors":
+        raise QuiverError(f"--out {out}: what is written is safetensors; let it end so.")
     described = out.with_suffix(".json")
     description = {"of": dict(owner), **_description(config, dataset)}
     try:

@@ -59,6 +59,11 @@ def test_a_configuration_that_comes_with_the_package_is_found_by_its_name(
     result = quiver("run", "quickstar")
     assert "did you mean 'quickstart'" in str(result.exception)
     assert "no such configuration file" in str(quiver("run", "quickstar.toml").exception)
+    not_here = str(quiver("run", "configs/quickstart.toml").exception)
+    assert "One of that name comes with Quiver: write quickstart for it." in not_here
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "run.toml").touch()
+    assert "a configuration, such as project/run.toml" in str(quiver("run", "project").exception)
 
 
 @pytest.mark.parametrize("stage", ["mixed", "local"])
@@ -90,6 +95,7 @@ def test_exports_that_cannot_be_are_one_sentence(tmp_path: Path) -> None:
     for words, reason in [
         (["--client", "9"], "there are 5 clients, 0 … 4"),
         (["--stage", "local"], "were not kept"),
+        (["--out", "model.pt"], "what is written is safetensors"),
     ]:
         assert reason in str(quiver("export", folder, *words).exception)
     assert "not a run folder" in str(quiver("export", str(tmp_path)).exception)

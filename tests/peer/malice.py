@@ -19,6 +19,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
+from quiverfl.errors import QuiverError
 from quiverfl.peer import identity, signing, wire
 from quiverfl.peer.connection import open_channel
 from quiverfl.peer.identity import Identity
@@ -50,9 +51,11 @@ async def member(
         yield node
     finally:
         node.stop()
-        with contextlib.suppress(BaseException):
-            await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 20)
+        await asyncio.wait({task}, timeout=20)
         node.store.close()
+        problem = task.exception() if task.done() and not task.cancelled() else None
+        if problem is not None and not isinstance(problem, QuiverError):
+            raise problem  # then it has done no harm: the way itself is broken
 
 
 def spoilt(spoil: Callable[[Node], None]) -> Way:

@@ -22,7 +22,7 @@ def export(
     stage: Annotated[
         Stage, typer.Option(help="After the last communication, or before it.")
     ] = Stage.mixed,
-    out: Annotated[Path | None, typer.Option("--out", help="A .safetensors file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="A file NAME.safetensors.")] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write ONNX beside it, too.")] = False,
     program: Annotated[
         bool, typer.Option("--program", help="Write a torch.export program (.pt2), too.")

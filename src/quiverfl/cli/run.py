@@ -207,8 +207,8 @@ def finish(
     for stage, reports in summary["stages"].items():
         last = reports["last"]
         console.print(
-            f"stage {stage}: {summary['metric']} {last['mean']:.4f} ± {last['std']:.4f} over "
-            f"clients, worst 10 % {last['worst10']:.4f} (last round)"
+            f"last round, stage {stage}: {summary['metric']} {last['mean']:.4f} ± "
+            f"{last['std']:.4f}, worst 10 % of clients {last['worst10']:.4f}"
         )
     console.print(f"run folder: [bold]{folder}[/bold]", soft_wrap=True)
 

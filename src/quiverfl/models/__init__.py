@@ -34,6 +34,8 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
     factory = checked_factory(name, options)
     try:
         model = factory(input_shape, classes, **options)
+    except QuiverError as error:
+        raise QuiverError(f"model {name!r} for inputs {list(input_shape)}: {error}") from error
     except Exception as error:
         # Also whatever a function of your own raises: where it did is all they need.
         raise QuiverError(

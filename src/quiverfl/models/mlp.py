@@ -18,9 +18,10 @@ class MLP(nn.Module):
         self, input_shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (128, 64)
     ) -> None:
         super().__init__()
-        if not hidden or min(hidden) < 1:
+        listed = list(hidden) if isinstance(hidden, Sequence) else []
+        if not listed or not all(isinstance(width, int) and width >= 1 for width in listed):
             raise QuiverError(
-                f"model.hidden = {list(hidden)}: give the width of at least one hidden layer, "
+                f"model.hidden = {hidden!r}: give a list of at least one width, such as [64, 32], "
                 "each 1 or more; without a body there would be nothing to share."
             )
         widths = [math.prod(input_shape), *hidden]
