@@ -279,8 +279,8 @@ def test_a_cell_that_another_sweep_runs_is_waited_for(tmp_path: Path) -> None:
         with RunFolder(places.run(cell)).alone():
             waiting = pool.submit(LocalPool(1).run, [cell], places, told)
             wait_for(lambda: places.log(cell).exists())
-            shutil.copytree(tmp_path / "finished", places.run(cell), dirs_exist_ok=True)
             time.sleep(0.5)
             assert not waiting.done()
+            shutil.copytree(tmp_path / "finished", places.run(cell), dirs_exist_ok=True)
         assert [outcome.ending for outcome in waiting.result(60)] == ["finished"]
     assert told.rounds == {cell.name: []}
