@@ -27,7 +27,8 @@ from quiverfl.engine.rounds import play
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.simulate import Simulation, threads_for
 from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.transformed import check_transforms, trained_on, transformed_exchange
+from quiverfl.engine.transform_checks import check_transforms
+from quiverfl.engine.transformed import trained_on, transformed_exchange
 from quiverfl.engine.trials import Trial
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.methods.contract import Method

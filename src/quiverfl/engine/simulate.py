@@ -23,7 +23,8 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.simulation_run import Run
 from quiverfl.engine.splitting import seen_alone, splitting
-from quiverfl.engine.transformed import check_transforms, trained_on, transformed_exchange
+from quiverfl.engine.transform_checks import check_transforms
+from quiverfl.engine.transformed import trained_on, transformed_exchange
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
@@ -35,7 +36,7 @@ from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
 
-SMALL_WORK = 20_000_000
+SMALL_WORK = 50_000_000
 """Products in a step of all clients together below which threads wait more than they work."""
 
 

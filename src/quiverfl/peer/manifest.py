@@ -92,18 +92,21 @@ class Manifest:
         """Whether a payload may be of this size."""
         nbytes -= TOLD.itemsize * self.told
         if self.coding is not None:
-            sizes = {leaf.name: (leaf.size, int(leaf.type[-1])) for leaf in self.leaves}
-            coded = _PART.size + self.coding.bytes_of(sizes)
-            return nbytes in (1 + self.nbytes, 1 + coded)
+            return nbytes in (1 + self.nbytes, 1 + self._coded_nbytes(self.coding))
         if not self.sparse:
             return nbytes == self.nbytes
         return nbytes <= self.nbytes + len(self.leaves)  # a byte each says how a leaf is written
+
+    def _coded_nbytes(self, coding: Coding) -> int:
+        sizes = {leaf.name: (leaf.size, int(leaf.type[-1])) for leaf in self.leaves}
+        return _PART.size + coding.bytes_of(sizes)
 
     @cached_property
     def hash(self) -> str:
         content = [[leaf.name, leaf.type, leaf.shape] for leaf in self.leaves]
         form: dict[str, Any] = {"sparse": True} if self.sparse else {}
-        form |= {} if self.coding is None else {"coding": repr(self.coding)}
+        if self.coding is not None:
+            form["coding"] = [self.coding.compression.name, self._coded_nbytes(self.coding)]
         form |= {"told": self.told} if self.told else {}
         return canonical_hash({"leaves": content, "parameters": self.parameters, **form})
 

@@ -18,7 +18,8 @@ from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.splitting import Split, check_peer_method, splitting
-from quiverfl.engine.transformed import check_transforms, trained_on
+from quiverfl.engine.transform_checks import check_transforms
+from quiverfl.engine.transformed import trained_on
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.experiment import (
     load_data,

@@ -7,17 +7,17 @@ then becomes what the rest of the process sees.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quiverfl.engine.shares import added, averaged, kept, scaled, split_mass, unknown
+from quiverfl.engine.shares import added, averaged, split_mass, unknown
 from quiverfl.peer import ledger
 from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
-from quiverfl.peer.manifest import Array, Leaves, Manifest, as_coded, magnitude, total
+from quiverfl.peer.manifest import Array, Leaves, Manifest, magnitude, total
+from quiverfl.peer.sealing import Sealing
 from quiverfl.peer.statement import Entry
 from quiverfl.peer.store import Memory, Store
 from quiverfl.peer.wire import Clock
@@ -34,41 +34,6 @@ def first_entry(kind: str, message: Leaves, round: int = 0) -> Entry:
     """The entry that opens an account with μ = 1."""
     opening = total(message)
     return Entry(kind, round, UNIT, UNIT, 0, opening, 0.0, 0.0, 0.0, magnitude(message))
-
-
-class _Sealing:
-    """A message that is to be split: as it is, or coded once for all its shares."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        message: Leaves,
-        origin: Origin,
-        whole: bool = False,
-        told: Array | None = None,
-    ) -> None:
-        self._manifest, self._message, self._code = manifest, message, b""
-        self._told = manifest.telling(told)
-        self._known: Leaves | None = None
-        if manifest.coding is not None and not whole:
-            self._code = manifest.coding.coded(message, origin)
-            self._known = manifest.unpack(self._told + as_coded(self._code, 1.0), origin)
-
-    def sealed(self, part: int, whole: int) -> tuple[bytes, str, float]:
-        """Of a share: its bytes, what names them, the sum of its numbers."""
-        if self._known is None:
-            share = scaled(self._message, part, whole) if part != whole else self._message
-            payload = self._told + self._manifest.pack(share)
-        else:
-            share = scaled(self._known, part, whole)
-            payload = self._told + as_coded(self._code, part / whole)
-        return payload, hashlib.sha256(payload).hexdigest(), total(share)
-
-    def own(self, part: int, whole: int) -> Leaves:
-        """What stays."""
-        if self._known is None:
-            return scaled(self._message, part, whole)
-        return kept(self._message, self._known, part, whole)
 
 
 class Transactions:
@@ -156,7 +121,7 @@ class Transactions:
             units, all_parts = split_mass(self.accounts.units, open, home)
             if not units:
                 return self._pushed(round, message, message, rest, {}, [])
-            sealing = _Sealing(self._manifest, message, self._origin(round), whole, told)
+            sealing = Sealing(self._manifest, message, self._origin(round), whole, told)
             sealed = {
                 part: sealing.sealed(part, all_parts) for part in {parts[peer] for peer in units}
             }
@@ -183,7 +148,7 @@ class Transactions:
             open = [peer for peer in chosen if ledger.free(self.accounts, peer)]
             payload, digest, value = b"", "", 0.0
             if open:
-                sealing = _Sealing(self._manifest, message, self._origin(round))
+                sealing = Sealing(self._manifest, message, self._origin(round))
                 payload, digest, value = sealing.sealed(1, 1)
             shares = {peer: (Share(0, digest, value), payload) for peer in open}
             return self._pushed(round, message, message, rest, shares, [])

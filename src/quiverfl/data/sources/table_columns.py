@@ -113,8 +113,9 @@ def padded(
 def _numbers(where: str, table: pd.DataFrame, column: str, ids: bool) -> Values:
     values = column_of(where, table, column)
     if not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
+        found = "text" if values.dtype.kind in "USO" else str(values.dtype)
         raise QuiverError(
-            f"{where}, column {column!r} holds {values.dtype}, not numbers: name the columns of "
+            f"{where}, column {column!r} holds {found}, not numbers: name the columns of "
             "the inputs with data.options.features, or leave this one out with "
             "data.options.exclude."
         )
