@@ -35,7 +35,7 @@ from .swarm import Options, Quadratic, build, make_folders
 from .test_refusals import address
 
 
-async def until(condition: Any, seconds: float = 20.0) -> None:
+async def until(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
