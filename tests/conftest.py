@@ -1,9 +1,11 @@
-"""What holds for every test: one thread, and no module of one test's folder seen by another."""
+"""What holds for every test: one thread, Ctrl-C arrives, modules of other tests are not seen."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,9 @@ import torch
 
 # Tests run side by side, and tiny tensors gain nothing from more.
 torch.set_num_threads(1)
+# A shell that starts tests in the background has them ignore Ctrl-C, and so whatever they start.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 CLONE = Path(__file__).resolve().parents[1]
 TEMPORARY = Path(tempfile.gettempdir()).resolve()
 
