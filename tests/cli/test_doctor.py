@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from pretend import pretended
 from quiverfl import device_check as doctor
 from quiverfl.cli.main import app
+from quiverfl.engine.settings import ExecutorName
 from quiverfl.errors import QuiverError
-from quiverfl.methods import METHODS
+from quiverfl.methods import METHODS, Method
 
 FEW = {name: METHODS[name] for name in ("dfedpgp", "dfedavgm")}
 
@@ -49,15 +50,14 @@ def test_the_laws_hold_on_a_pretended_device(monkeypatch: pytest.MonkeyPatch) ->
 def test_another_number_and_a_failure_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true = doctor._final
 
-    def faulty(model: str, method: object, device: str, executor: str) -> list[torch.Tensor]:
-        states = true(model, method, device, executor)  # type: ignore[arg-type]
+    def faulty(
+        model: str, method: Method, device: str, executor: ExecutorName
+    ) -> list[torch.Tensor]:
+        states = true(model, method, device, executor)
         if executor == "sequential":
             raise RuntimeError("no kernel\nand more")
-        return (
-            states
-            if method.name == "dfedpgp"
-            else [leaf * (1 + 1e-8 * (device != "cpu")) for leaf in states]
-        )  # type: ignore[attr-defined]
+        off = 0.0 if method.name == "dfedpgp" or device == "cpu" else 1e-8
+        return [leaf * (1 + off) for leaf in states]
 
     monkeypatch.setattr(doctor, "_final", faulty)
     with pretended():
