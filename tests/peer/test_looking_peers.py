@@ -21,7 +21,7 @@ from quiverfl.transforms.chosen import Transforms
 from quiverfl.transforms.coding import Coding, Origin
 
 from .swarm import make_folders
-from .test_methods import node_on, play_peers, same_as_simulated, simulated
+from .test_methods import node_on, play_peers, same_as_simulated, same_states, simulated
 
 RULES = [
     qv.loss_push(clients=4, neighbors=2, explore=1, seed=3),
@@ -73,10 +73,7 @@ def test_what_was_told_is_remembered_over_restarts(tmp_path: Path) -> None:
         return nodes
 
     nodes = asyncio.run(scenario())
-    run = simulated(method, topology, torch.float64, arithmetic="peers")
-    for name, leaf in run._shard.state._asdict().items():
-        found = torch.stack([getattr(node.learner._shard.state, name)[0] for node in nodes])
-        assert torch.equal(found, leaf), name
+    same_states(nodes, method, topology)
 
 
 @pytest.mark.parametrize("topology", RULES, ids=lambda topology: topology.name)

@@ -177,6 +177,14 @@ def same_as_simulated(
     assert played.report.units == topology.clients * UNIT
 
 
+def same_states(nodes: Any, method: Any, topology: Topology) -> None:
+    """Of peers that were stopped and started again, so that their history has a gap."""
+    run = simulated(method, topology, torch.float64, arithmetic="peers")
+    for name, leaf in run._shard.state._asdict().items():
+        found = torch.stack([getattr(node.learner._shard.state, name)[0] for node in nodes])
+        assert torch.equal(found, leaf), name
+
+
 FEW = [
     (qv.DFedAvgM(epochs=1), qv.ring(4)),
     (qv.DisPFL(epochs=1), qv.ring(4)),
@@ -293,10 +301,7 @@ def test_a_restart_in_the_middle_of_a_round_merges_once(tmp_path: Path) -> None:
         return nodes
 
     nodes = asyncio.run(scenario())
-    run = simulated(method, topology, torch.float64, arithmetic="peers")
-    for name, leaf in run._shard.state._asdict().items():
-        found = torch.stack([getattr(node.learner._shard.state, name)[0] for node in nodes])
-        assert torch.equal(found, leaf), name
+    same_states(nodes, method, topology)
     kept = [node.learner.rest() for node in nodes]
     assert any("optimizer/0/momentum" in name for rest in kept for name in rest), kept[0].keys()
 
