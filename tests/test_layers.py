@@ -15,6 +15,7 @@ ROOT = Path(quiverfl.__file__).parent
 LAYERS = [
     {"errors", "memory", "card", "field_texts"},
     {"durable", "bundled", "locks", "extras", "references", "experiment_keys", "provenance"},
+    {"native"},
     {"seeds", "trees", "training"},
     {"objectives"},
     {"task", "models"},

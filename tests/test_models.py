@@ -103,7 +103,7 @@ def test_small_images_need_padding_and_the_message_says_so() -> None:
     [
         ("mpl", (4,), {}, "unknown model 'mpl'; did you mean 'mlp'"),
         ("mlp", (4,), {"hiden": [3]}, "no option 'hiden'; did you mean 'hidden'"),
-        ("lenet5", (1, 28, 28), {"hidden": 3}, "no option 'hidden'; it has no options"),
+        ("lenet5", (1, 28, 28), {"hidden": 3}, "no option 'hidden'; known are kernels"),
         ("mlp", (4,), {"hidden": ["wide"]}, "give a list of at least one width"),
         ("cnn_small", (12,), {}, "needs images"),
         ("resnet8_gn", (12,), {}, "needs images"),

@@ -7,13 +7,18 @@ and it then has a quarter of the work.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
 from quiverfl.errors import QuiverError
+from quiverfl.models.compiled_layers import KERNEL, can_compute, check_compiler, features
 
-KERNEL = 5
 LENET_SIDE = 32
+
+Kernels = Literal["torch", "compiled"]
+"""What computes the convolutions in training and evaluation on a CPU: PyTorch, or C of our own,
+which is about twice as fast where layers have few channels and needs a C compiler."""
 
 
 class TwoConvolutions(nn.Module):
@@ -26,8 +31,14 @@ class TwoConvolutions(nn.Module):
         channels: Sequence[int],
         hidden: Sequence[int],
         paddings: Sequence[int],
+        kernels: Kernels = "torch",
     ) -> None:
         super().__init__()
+        if kernels not in ("torch", "compiled"):
+            raise QuiverError(f'kernels = {kernels!r}: "torch" or "compiled".')
+        if kernels == "compiled":
+            check_compiler()
+        self.kernels = kernels
         inputs, height, width = _image(input_shape)
         layers: list[nn.Module] = []
         for outputs, padding in zip(channels, paddings, strict=True):
@@ -41,26 +52,39 @@ class TwoConvolutions(nn.Module):
                 "convolutions with pooling: set model.padding = 2 (at least 4×4 then), or use mlp."
             )
         layers += [nn.Flatten()]
-        features = inputs * height * width
+        width = inputs * height * width
         for outputs in hidden:
-            layers += [nn.Linear(features, outputs), nn.ReLU()]
-            features = outputs
+            layers += [nn.Linear(width, outputs), nn.ReLU()]
+            width = outputs
         self.body = nn.Sequential(*layers)
-        self.head = nn.Linear(features, classes)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(x))
+        logits: Tensor = self.head(self._compiled(x) if self._compiles(x) else self.body(x))
         return logits
 
+    @property
+    def _convolutions(self) -> list[nn.Conv2d]:
+        return [layer for layer in self.body if isinstance(layer, nn.Conv2d)]
 
-def lenet5(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    def _compiles(self, x: Tensor) -> bool:
+        return self.kernels == "compiled" and can_compute(x, self._convolutions)
+
+    def _compiled(self, x: Tensor) -> Tensor:
+        found = features(x, self._convolutions)
+        for layer in list(self.body)[3 * len(self._convolutions) + 1 :]:  # behind Flatten
+            found = layer(found)
+        return found
+
+
+def lenet5(input_shape: tuple[int, ...], classes: int, kernels: Kernels = "torch") -> nn.Module:
     """LeNet-5 (LeCun 1998) with max-pooling and ReLU, as it is used today.
 
     Images smaller than 32×32 are padded up to it, as the original did with MNIST's 28×28.
     """
     side = min(_image(input_shape)[1:])
     first = max(0, -(-(LENET_SIDE - side) // 2))
-    return TwoConvolutions(input_shape, classes, (6, 16), (120, 84), (first, 0))
+    return TwoConvolutions(input_shape, classes, (6, 16), (120, 84), (first, 0), kernels)
 
 
 def cnn_small(
@@ -69,9 +93,11 @@ def cnn_small(
     channels: Sequence[int] = (16, 32),
     hidden: int = 128,
     padding: int = 0,
+    kernels: Kernels = "torch",
 ) -> nn.Module:
     """A CNN for small experiments on a CPU: 117,866 parameters for 3×32×32 and 10 classes."""
-    return TwoConvolutions(input_shape, classes, channels, (hidden,), (padding,) * len(channels))
+    paddings = (padding,) * len(channels)
+    return TwoConvolutions(input_shape, classes, channels, (hidden,), paddings, kernels)
 
 
 def fedavg_cnn(
@@ -80,9 +106,11 @@ def fedavg_cnn(
     channels: Sequence[int] = (32, 64),
     hidden: int = 512,
     padding: int = 0,
+    kernels: Kernels = "torch",
 ) -> nn.Module:
     """The CNN of FedAvg (McMahan 2017): 878,538 parameters for 3×32×32 and 10 classes."""
-    return TwoConvolutions(input_shape, classes, channels, (hidden,), (padding,) * len(channels))
+    paddings = (padding,) * len(channels)
+    return TwoConvolutions(input_shape, classes, channels, (hidden,), paddings, kernels)
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int]:

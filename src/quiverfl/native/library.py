@@ -1,0 +1,97 @@
+"""A C file of this folder as a library: compiled where it is first needed, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from quiverfl.errors import QuiverError
+
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared")
+
+
+class NotCompiled(QuiverError):
+    """There is no compiler here, or it refused."""
+
+
+@functools.cache
+def load(name: str, *flags: str) -> ctypes.CDLL:
+    """The library of `name`.c; calls into it leave other Python threads running."""
+    source = Path(__file__).with_name(f"{name}.c")
+    command = (*_compiler(), *FLAGS, *flags)
+    identity = hashlib.sha256()
+    for part in (source.read_text(), " ".join(command), _version(command[0]), _processor()):
+        identity.update(part.encode() + b"\0")
+    library = f"{name}-{identity.hexdigest()[:16]}.so"
+    try:
+        kept = _folder() / library
+        if not kept.exists():
+            _compile(command, source, kept)
+        return ctypes.CDLL(str(kept))
+    except OSError as error:
+        raise NotCompiled(
+            f"the compiled {name} could not be written or loaded: {error}. Set XDG_CACHE_HOME to a "
+            "folder that can be written and from which libraries may be loaded."
+        ) from error
+
+
+def why_not(name: str, *flags: str) -> str | None:
+    """Why there is no such library here; None if there is."""
+    try:
+        load(name, *flags)
+    except NotCompiled as error:
+        return str(error)
+    return None
+
+
+def _compiler() -> tuple[str, ...]:
+    wanted = shlex.split(os.environ.get("CC", ""))
+    for words in [wanted] if wanted else [["cc"], ["gcc"], ["clang"]]:
+        found = shutil.which(words[0])
+        if found:
+            return (found, *words[1:])
+    sought = repr(wanted[0]) if wanted else "cc, gcc or clang"
+    raise NotCompiled(f"no C compiler was found ({sought}): install one, or name it in CC.")
+
+
+def _compile(command: tuple[str, ...], source: Path, kept: Path) -> None:
+    """To another name first: two processes may compile the same at once."""
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        fresh = Path(folder) / kept.name
+        done = subprocess.run(
+            [*command, str(source), "-o", str(fresh)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            first = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
+            raise NotCompiled(f"{command[0]} could not compile {source.name}: {first}")
+        fresh.replace(kept)
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "quiverfl" / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on: a cache may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    kinds = ("flags", "Features", "model name", "CPU part")
+    return platform.machine() + "".join(sorted({x for x in lines if x.startswith(kinds)}))

@@ -1,0 +1,164 @@
+"""The compiled convolutions are PyTorch's, up to rounding, wherever they are used at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import quiverfl.native.library as library
+from quiverfl.errors import QuiverError
+from quiverfl.models import compiled_layers
+from quiverfl.models.cnn import TwoConvolutions, cnn_small, lenet5
+from quiverfl.native.library import NotCompiled, load, why_not
+
+SOURCE = compiled_layers.SOURCE
+needs_compiler = pytest.mark.skipif(why_not(*SOURCE) is not None, reason=str(why_not(*SOURCE)))
+
+SHAPES = [
+    # image, channels, padding, samples: rows that pooling drops, one sample, one more than a vector
+    ((3, 32, 32), (6, 16), 0, 128),
+    ((1, 28, 28), (6, 16), 2, 17),
+    ((2, 17, 19), (5, 3), 0, 1),
+    ((3, 16, 20), (7, 9), 2, 33),
+    ((1, 12, 12), (4,), 0, 16),
+]
+
+
+def pair(
+    image: tuple[int, ...], channels: tuple[int, ...], padding: int, seed: int = 0
+) -> tuple[nn.Module, nn.Module]:
+    """The same model computed by PyTorch and by us."""
+    torch_own = cnn_small(image, 5, channels, 11, padding)
+    ours = cnn_small(image, 5, channels, 11, padding, kernels="compiled")
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one, other in zip(torch_own.parameters(), ours.parameters(), strict=True):
+            other.copy_(one.copy_(torch.randn(one.shape, generator=draws) * 0.2))
+    return torch_own, ours
+
+
+def samples(image: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    return torch.randn(count, *image, generator=draws), torch.arange(count) % 5
+
+
+def gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    loss = functional.cross_entropy(model(x), y)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("image", "channels", "padding", "count"), SHAPES)
+def test_outputs_and_gradients_are_pytorchs(
+    image: tuple[int, ...], channels: tuple[int, ...], padding: int, count: int
+) -> None:
+    expected, ours = pair(image, channels, padding)
+    x, y = samples(image, count)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        seen = x.contiguous(memory_format=layout)
+        torch.testing.assert_close(ours(seen), expected(seen), rtol=1e-5, atol=1e-5)
+        for mine, theirs in zip(
+            gradients(ours, seen, y), gradients(expected, seen, y), strict=True
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_the_compiled_pass_is_really_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair((3, 32, 32), (6, 16), 0)
+
+    def refused(*_: object) -> Tensor:
+        raise AssertionError("PyTorch's convolution")
+
+    monkeypatch.setattr(nn.Conv2d, "forward", refused)
+    ours(samples((3, 32, 32), 4)[0])
+
+
+@needs_compiler
+def test_the_first_of_equal_pixels_has_the_gradient_and_no_number_wins() -> None:
+    expected, ours = pair((1, 12, 12), (4,), 0)
+    x = torch.ones(3, 1, 12, 12)  # every pixel of every pool is equal
+    x[1] = torch.nan
+    y = torch.tensor([0, 1, 2])
+    assert torch.isnan(ours(x)[1]).all()
+    some = [0, 2]
+    for mine, theirs in zip(
+        gradients(ours, x[some], y[some]), gradients(expected, x[some], y[some]), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@needs_compiler
+def test_a_sample_does_not_depend_on_its_company() -> None:
+    """Lanes do not mix, and nothing is read from behind the last sample."""
+    _, ours = pair((3, 16, 20), (7, 9), 0)
+    x, _ = samples((3, 16, 20), 40)
+    assert isinstance(ours, TwoConvolutions)
+    together = compiled_layers.features(x, ours._convolutions)
+    for count in (1, 15, 16, 17, 39):
+        alone = compiled_layers.features(x[:count], ours._convolutions)
+        assert torch.equal(alone, together[:count])
+
+
+@needs_compiler
+def test_vmap_double_precision_and_gradients_of_images_are_left_to_pytorch() -> None:
+    expected, ours = pair((3, 16, 20), (7, 9), 0)
+    x, _ = samples((3, 16, 20), 6)
+    stacked = torch.vmap(ours)(x.view(2, 3, 3, 16, 20))
+    torch.testing.assert_close(stacked.flatten(0, 1), expected(x), rtol=1e-5, atol=1e-5)
+    asked = x.clone().requires_grad_()
+    ours(asked).sum().backward()
+    assert asked.grad is not None
+    assert ours.double()(x.double()).dtype == torch.float64
+
+
+@needs_compiler
+def test_a_model_of_compiled_layers_has_the_same_parameters() -> None:
+    plain, ours = lenet5((3, 32, 32), 10), lenet5((3, 32, 32), 10, kernels="compiled")
+    assert [*plain.state_dict()] == [*ours.state_dict()]
+
+
+def test_without_a_compiler_the_option_is_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    try:
+        with pytest.raises(QuiverError, match=r"no-such-compiler.*model\.kernels = \"torch\""):
+            lenet5((3, 32, 32), 10, kernels="compiled")
+        lenet5((3, 32, 32), 10)
+    finally:
+        load.cache_clear()
+
+
+def test_unknown_kernels_are_refused() -> None:
+    with pytest.raises(QuiverError, match='"torch" or "compiled"'):
+        lenet5((3, 32, 32), 10, kernels="fast")  # type: ignore[arg-type]
+
+
+@needs_compiler
+def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+    compile = library._compile
+    monkeypatch.setattr(library, "_compile", lambda *a: (calls.append(a), compile(*a)))
+    for _ in range(2):
+        load.cache_clear()
+        load(*SOURCE)
+    assert len(calls) == 1
+    load.cache_clear()
+
+
+def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load.cache_clear()
+    try:
+        with pytest.raises(NotCompiled, match=r"could not compile conv_pool_relu\.c"):
+            load("conv_pool_relu", "-no-such-flag")
+    finally:
+        load.cache_clear()
+    assert not list(tmp_path.rglob("*.so"))
