@@ -316,8 +316,11 @@ def _reached(point: Point, steps: Integers, training: Training, place: Place) ->
 
 def _wide(samples: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
     """Cut or padded with the client's first sample, as all padding is."""
-    missing = max(0, width - samples.shape[1])
-    return np.pad(samples[:, :width], ((0, 0), (0, missing)))
+    if width <= samples.shape[1]:
+        return samples[:, :width]
+    padded = np.zeros((len(samples), width), samples.dtype)  # np.pad takes ten times as long
+    padded[:, : samples.shape[1]] = samples
+    return padded
 
 
 def _in_order(stacked: Any, order: Integers) -> Any:
