@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import quiverfl as qv
 import quiverfl.native.library as library
 from quiverfl.errors import QuiverError
 from quiverfl.models import compiled_layers
@@ -120,6 +122,34 @@ def test_vmap_double_precision_and_gradients_of_images_are_left_to_pytorch() -> 
 def test_a_model_of_compiled_layers_has_the_same_parameters() -> None:
     plain, ours = lenet5((3, 32, 32), 10), lenet5((3, 32, 32), 10, kernels="compiled")
     assert [*plain.state_dict()] == [*ours.state_dict()]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": torch.float64}, {"precision": "bf16"}, {"executor": "vectorized"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_where_pytorchs_would_be_computed_they_are_refused(settings: dict[str, Any]) -> None:
+    image = (1, 12, 12)
+    x, y = samples(image, 8)
+    data = qv.FederatedData.from_arrays(train=[(x, y)] * 2, test=[(x, y)] * 2)
+    task = qv.Task(lambda: cnn_small(image, 5, (4,), 11, kernels="compiled"))
+
+    def run(**options: Any) -> qv.Run:
+        return qv.simulate(
+            task,
+            data,
+            method=qv.Local(),
+            topology=qv.isolated(2),
+            rounds=1,
+            training=qv.Training(lr=0.1),
+            **options,
+        )
+
+    with pytest.raises(QuiverError, match=rf'{next(iter(settings))} = .*kernels = "compiled"'):
+        run(**settings)
+    run()
 
 
 def test_without_a_compiler_the_option_is_refused_with_a_remedy(

@@ -207,6 +207,26 @@ def check_compile(task: Task, data: FederatedData, method: Method, settings: Run
         )
 
 
+def check_kernels(task: Task, settings: RunSettings) -> None:
+    """Refuse a model's compiled layers where PyTorch's would be computed in their place."""
+    if not any(getattr(m, "kernels", None) == "compiled" for m in task.skeleton.modules()):
+        return
+    device = torch.device(settings.device).type
+    where = {
+        f"device = {str(settings.device)!r}": device != "cpu",
+        f"dtype = {settings.dtype}": settings.dtype != torch.float32,
+        f"precision = {settings.precision!r}": settings.precision != "float32",
+        f"executor = {settings.executor!r}": settings.executor == "vectorized",
+    }
+    for setting, hinders in where.items():
+        if hinders:
+            raise QuiverError(
+                f'{setting} with model.kernels = "compiled": compiled layers are computed on a '
+                "CPU, in float32, one client at a time. Leave one of the two out, or set "
+                'kernels = "torch".'
+            )
+
+
 def _sees_features(phase: Any) -> bool:
     inner = phase.phases if isinstance(phase, Interleaved) else (phase,)
     return any(isinstance(p, Train) and p.loss is not None and p.loss.features for p in inner)

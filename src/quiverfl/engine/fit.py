@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from quiverfl.data.federated import FederatedData
-from quiverfl.engine.execution import check_compile
+from quiverfl.engine.execution import check_compile, check_kernels
 from quiverfl.engine.model_checks import check_model
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, QuiverWarning, nearest
@@ -69,6 +69,7 @@ def check_fit(
         _can_look(method, topology.name, first)
     check_model(task, data, settings.executor)
     check_compile(task, data, method, settings)
+    check_kernels(task, settings)
     for key in method.unused:
         if not hasattr(training, key):
             known = nearest(key, Training.__dataclass_fields__)
