@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,17 @@ def test_a_model_of_compiled_layers_has_the_same_parameters() -> None:
     assert [*plain.state_dict()] == [*ours.state_dict()]
 
 
+def run(**options: Any) -> qv.Run:
+    image = (1, 12, 12)
+    x, y = samples(image, 8)
+    data = qv.FederatedData.from_arrays(train=[(x, y)] * 2, test=[(x, y)] * 2)
+    task = qv.Task(lambda: cnn_small(image, 5, (4,), 11, kernels="compiled"))
+    graph, training = qv.isolated(2), qv.Training(lr=0.1)
+    return qv.simulate(
+        task, data, method=qv.Local(), topology=graph, rounds=1, training=training, **options
+    )
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "settings",
@@ -131,38 +143,35 @@ def test_a_model_of_compiled_layers_has_the_same_parameters() -> None:
     ids=lambda settings: next(iter(settings)),
 )
 def test_where_pytorchs_would_be_computed_they_are_refused(settings: dict[str, Any]) -> None:
-    image = (1, 12, 12)
-    x, y = samples(image, 8)
-    data = qv.FederatedData.from_arrays(train=[(x, y)] * 2, test=[(x, y)] * 2)
-    task = qv.Task(lambda: cnn_small(image, 5, (4,), 11, kernels="compiled"))
-
-    def run(**options: Any) -> qv.Run:
-        return qv.simulate(
-            task,
-            data,
-            method=qv.Local(),
-            topology=qv.isolated(2),
-            rounds=1,
-            training=qv.Training(lr=0.1),
-            **options,
-        )
-
     with pytest.raises(QuiverError, match=rf'{next(iter(settings))} = .*kernels = "compiled"'):
         run(**settings)
     run()
 
 
-def test_without_a_compiler_the_option_is_refused_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    load.cache_clear()
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CC", "no-such-compiler")
-    try:
-        with pytest.raises(QuiverError, match=r"no-such-compiler.*model\.kernels = \"torch\""):
-            lenet5((3, 32, 32), 10, kernels="compiled")
-        lenet5((3, 32, 32), 10)
-    finally:
-        load.cache_clear()
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    load.cache_clear()
+    why_not.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_training_is_refused_with_a_remedy() -> None:
+    with pytest.raises(QuiverError, match=r"no-such-compiler.*model\.kernels = \"torch\""):
+        run()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_a_trained_model_can_still_be_used() -> None:
+    expected, ours = pair((1, 12, 12), (4,), 0)
+    x, _ = samples((1, 12, 12), 3)
+    assert torch.equal(ours(x), expected(x))
 
 
 def test_unknown_kernels_are_refused() -> None:
@@ -177,18 +186,18 @@ def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     compile = library._compile
     monkeypatch.setattr(library, "_compile", lambda *a: (calls.append(a), compile(*a)))
     for _ in range(2):
-        load.cache_clear()
+        forget()
         load(*SOURCE)
     assert len(calls) == 1
-    load.cache_clear()
+    forget()
 
 
 def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load.cache_clear()
+    forget()
     try:
         with pytest.raises(NotCompiled, match=r"could not compile conv_pool_relu\.c"):
             load("conv_pool_relu", "-no-such-flag")
     finally:
-        load.cache_clear()
+        forget()
     assert not list(tmp_path.rglob("*.so"))

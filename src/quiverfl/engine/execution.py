@@ -23,6 +23,7 @@ from quiverfl.engine.trials import Trial, executor_for
 from quiverfl.engine.workers import worker_count
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Method, Train
+from quiverfl.models.compiled_layers import check_compiler
 from quiverfl.task import Point, Task
 from quiverfl.training import Training
 
@@ -225,6 +226,7 @@ def check_kernels(task: Task, settings: RunSettings) -> None:
                 "CPU, in float32, one client at a time. Leave one of the two out, or set "
                 'kernels = "torch".'
             )
+    check_compiler()
 
 
 def _sees_features(phase: Any) -> bool:

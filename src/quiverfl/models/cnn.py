@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from quiverfl.errors import QuiverError
-from quiverfl.models.compiled_layers import KERNEL, can_compute, check_compiler, features
+from quiverfl.models.compiled_layers import KERNEL, can_compute, features
 
 LENET_SIDE = 32
 
@@ -36,8 +36,6 @@ class TwoConvolutions(nn.Module):
         super().__init__()
         if kernels not in ("torch", "compiled"):
             raise QuiverError(f'kernels = {kernels!r}: "torch" or "compiled".')
-        if kernels == "compiled":
-            check_compiler()
         self.kernels = kernels
         inputs, height, width = _image(input_shape)
         layers: list[nn.Module] = []

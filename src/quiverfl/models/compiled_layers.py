@@ -22,22 +22,24 @@ KERNEL = 5
 
 
 def check_compiler() -> None:
-    """Refuse where nothing can be compiled: another run on this machine would be slower unseen."""
+    """Refuse to train where nothing can be compiled: it would be slower, and other bits, unseen."""
     reason = why_not(*SOURCE)
     if reason is not None:
-        raise QuiverError(f'kernels = "compiled": {reason} Or set model.kernels = "torch".')
+        raise QuiverError(f'model.kernels = "compiled": {reason} Or set model.kernels = "torch".')
 
 
 def can_compute(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> bool:
     """Whether these are plain batches on a CPU in float32, and nobody asks for their gradient.
 
-    What is traced, exported or computed for several clients by vmap has no memory of its own.
+    What is traced, exported or computed for several clients by vmap has no memory of its own. A
+    trained model is used on machines without a compiler, too.
     """
     tensors = (x, *(conv.weight for conv in convolutions))
     if not all(isinstance(tensor, Tensor) for tensor in tensors) or x.requires_grad:
         return False
     usual = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-    return usual and x.ndim == 4 and not torch.is_autocast_enabled("cpu") and _in_memory(tensors)
+    usual = usual and x.ndim == 4 and not torch.is_autocast_enabled("cpu")
+    return usual and _in_memory(tensors) and why_not(*SOURCE) is None
 
 
 def features(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> Tensor:

@@ -43,6 +43,7 @@ def load(name: str, *flags: str) -> ctypes.CDLL:
         ) from error
 
 
+@functools.cache
 def why_not(name: str, *flags: str) -> str | None:
     """Why there is no such library here; None if there is."""
     try:
