@@ -13,6 +13,7 @@ from quiverfl.data.federated import FederatedData
 from quiverfl.data.normalize import Normalize
 from quiverfl.engine.byte_images import ByteImages
 from quiverfl.engine.examples import Examples
+from quiverfl.native.library import why_not
 from quiverfl.seeds import hashed
 
 NORMALIZE = Normalize((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
@@ -31,7 +32,14 @@ def images(augment: CropFlip | None) -> FederatedData:
 
 @pytest.mark.parametrize("name", list(AUGMENTATIONS))
 @pytest.mark.parametrize("augmented", [True, False])
-def test_equal_to_the_last_bit(name: str, augmented: bool) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_equal_to_the_last_bit(
+    name: str, augmented: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("quiverfl.engine.byte_images._library", lambda: None)
+    elif why_not("byte_images", "-ffp-contract=off") is not None:
+        pytest.skip("no C compiler")
     data = images(AUGMENTATIONS[name])
     cpu = torch.device("cpu")
     plain = Examples(data.train, data, torch.float32, cpu)
