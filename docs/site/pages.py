@@ -22,6 +22,7 @@ ELSEWHERE = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
     "examples/README.md": "examples.md",
+    "results/README.md": "records.md",
 }
 LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 
