@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quiverfl as qv
-from quiverfl.engine.coded_exchange import code_columns
+from quiverfl.engine.column_code import code_columns
 from quiverfl.transforms.codec import Malformed, decode, encode
 from quiverfl.transforms.dither import BLOCK, Dither, Draws
 

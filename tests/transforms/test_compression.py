@@ -12,7 +12,8 @@ import torch
 import quiverfl as qv
 from quiverfl.config import parse
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.coded_exchange import CodedExchange, code_columns
+from quiverfl.engine.coded_exchange import CodedExchange
+from quiverfl.engine.column_code import code_columns
 from quiverfl.engine.exchange import MatrixExchange
 from quiverfl.engine.footprint import predict
 from quiverfl.engine.mixing import mix

@@ -10,7 +10,6 @@ Both are u' = u + γ (P - I) · k with what others know of a client, k = Q(u) or
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,16 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
+from quiverfl.engine.column_code import ColumnCode
 from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.mixing import Sent, chunk_width, mix
+from quiverfl.engine.mixing import Sent, chunk_width
+from quiverfl.engine.quantized_mixing import mix_coded
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology, uploads
 from quiverfl.transforms.compression import Compression
-from quiverfl.transforms.dither import BLOCK, Dither, Draws
+from quiverfl.transforms.dither import BLOCK, Dither
 
 Integers = npt.NDArray[np.int64]
 
@@ -74,12 +75,14 @@ class CodedExchange:
         dither = Dither(self._seed, round, where)
         apart = graph.one_row or bool(self._inner.delay)
         moves = None if apart else difference(graph)
+        silent = np.flatnonzero(uploads(graph)[self._ids] == 0)
         for name, leaf in coded.items():
-            sent = self._sent(dither, graph, name, leaf)
+            draws = dither.of(name, self._ids, leaf[0].numel() if len(leaf) else 0)
+            code = ColumnCode(self._compression, draws, silent)
             if self._fused and moves is not None:
-                self._rest[name] = mix(moves, leaf, BLOCK, sent) if moves.matrix.nnz else leaf
+                self._rest[name] = mix_coded(moves, leaf, code) if moves.matrix.nnz else leaf
                 continue
-            known = self._known(name, leaf, sent)
+            known = self._known(name, leaf, code.sent)
             if moves is not None:
                 self._rest[name] = self._moved(moves, leaf, known)
             else:
@@ -132,18 +135,6 @@ class CodedExchange:
             replica[:, columns] += sent(flat[:, columns] - replica[:, columns], begin)
         return replica.view(leaf.shape)
 
-    def _sent(self, dither: Dither, graph: Graph, name: str, leaf: Tensor) -> Sent:
-        """What a round's receivers decode of some columns; nothing of whoever has no receiver."""
-        draws = dither.of(name, self._ids, leaf[0].numel() if len(leaf) else 0)
-        silent = torch.from_numpy(np.flatnonzero(uploads(graph)[self._ids] == 0)).to(leaf.device)
-        code = partial(code_columns, self._compression, draws)
-
-        def sent(rows: Tensor, begin: int) -> Tensor:
-            found = code(rows, begin)
-            return found.index_fill_(0, silent, 0.0) if len(silent) else found
-
-        return sent
-
     def _check(self, round: int, graph: Graph) -> None:
         """Replicas are of use to those who have had every code since the first round."""
         if self._replicas is None:
@@ -168,23 +159,6 @@ def coded_payload(
         if name != mass:
             saved += numbers * element - compression.bytes_of(numbers, element)
     return np.where(payload > 0, payload - saved, 0)
-
-
-def code_columns(compression: Compression, draws: Draws, rows: Tensor, begin: int) -> Tensor:
-    """What a receiver decodes of columns [clients, width] that begin with a block."""
-    blocks, rest = divmod(rows.shape[1], BLOCK)
-    cut = blocks * BLOCK
-    parts = []
-    for first, columns, width in ((0, rows[:, :cut], BLOCK), (blocks, rows[:, cut:], rest)):
-        count = columns.shape[1] // width if width else 0
-        if count:
-            split = columns.view(len(rows), count, width)
-            place = begin // BLOCK + first
-            noise = draws.at(place, count)[..., :width] if compression.draws else split
-            parts.append(compression.sent(split, noise).flatten(1))
-    if not parts:
-        return rows.clone()
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class Difference(Graph):

@@ -70,9 +70,14 @@ def chunk_width(clients: int, element_size: int, multiple: int = NARROWEST) -> i
     return max(multiple, width - width % multiple)
 
 
+def is_dense(graph: Graph) -> bool:
+    """Whether a dense product is faster than sums of rows; it adds in another order."""
+    return graph.clients <= DENSE_LIMIT and links(graph) > DENSE_SHARE * graph.clients**2
+
+
 def _product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:
     """Rows [clients, width] → P · rows."""
-    if graph.clients <= DENSE_LIMIT and links(graph) > DENSE_SHARE * graph.clients**2:
+    if is_dense(graph):
         dense = torch.from_numpy(graph.weights).to(dtype=leaf.dtype, device=leaf.device)
         return lambda rows: dense @ rows
     csr = graph.sparse

@@ -72,7 +72,7 @@ class Quantize:
     feedback: Feedback = "auto"
     step: Fraction | None = None
 
-    name = "quantize"
+    name: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
         check_options(self, "compression")
@@ -143,7 +143,7 @@ class _Few:
 class TopK(_Few):
     """The numbers of the largest magnitude, with their places."""
 
-    name = "top_k"
+    name: ClassVar[str] = "top_k"
     draws = False
 
     def sent(self, blocks: Tensor, draws: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class TopK(_Few):
 class RandomK(_Few):
     """Numbers chosen at random; the receiver knows which, as it knows the seed."""
 
-    name = "random_k"
+    name: ClassVar[str] = "random_k"
     draws = True
 
     def sent(self, blocks: Tensor, draws: Tensor) -> Tensor:

@@ -35,11 +35,15 @@ class Dither:
     device: torch.device = CPU
 
     @cached_property
+    def integers(self) -> npt.NDArray[np.uint16]:
+        """[ROWS, BLOCK]: n stands for (n + ½) / 65536."""
+        raw = stream(self.seed, "dither", self.round).bit_generator.random_raw(ROWS * BLOCK // 4)
+        return np.asarray(raw).astype("<u8").view("<u2").astype(np.uint16).reshape(ROWS, BLOCK)
+
+    @cached_property
     def table(self) -> Tensor:
         """[2 · ROWS, BLOCK], the rows twice, so that a turn never runs over the end."""
-        raw = stream(self.seed, "dither", self.round).bit_generator.random_raw(ROWS * BLOCK // 4)
-        parts = np.asarray(raw).astype("<u8").view("<u2").astype(np.float32)
-        once = torch.from_numpy((parts + 0.5) / 65536).view(ROWS, BLOCK)
+        once = torch.from_numpy((self.integers.astype(np.float32) + 0.5) / 65536)
         return torch.cat([once, once]).to(self.device)
 
     def of(self, leaf: str, clients: Integers, numbers: int) -> Draws:
@@ -48,26 +52,27 @@ class Dither:
         blocks = np.arange(-(-numbers // BLOCK))
         found = hashed(self.seed, f"dither {leaf}", self.round, blocks[:, None], groups)
         turns = (found % np.uint64(ROWS)).astype(np.int64)
-        return Draws(self.table, turns, own, clients % ROWS)
+        return Draws(self, turns, own, clients % ROWS)
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
     """turns[block, group of a thousand clients]; clients by group and by place in it."""
 
-    table: Tensor
+    dither: Dither
     turns: Integers
     groups: Integers
     places: Integers
 
     def at(self, first: int, count: int) -> Tensor:
         """[clients, count, BLOCK] for `count` blocks from block `first`."""
+        table = self.dither.table
         if count == 1 and self._together:  # a view: what matters where there are many clients
             begin = int(self.turns[first, 0] + self.places[0])
-            return self.table[begin : begin + len(self.places)].unsqueeze(1)
+            return table[begin : begin + len(self.places)].unsqueeze(1)
         rows = self.turns[first : first + count, self.groups].T + self.places[:, None]
-        index = torch.from_numpy(rows.reshape(-1)).to(self.table.device)
-        return self.table.index_select(0, index).view(len(self.places), count, BLOCK)
+        index = torch.from_numpy(rows.reshape(-1)).to(table.device)
+        return table.index_select(0, index).view(len(self.places), count, BLOCK)
 
     @cached_property
     def _together(self) -> bool:
