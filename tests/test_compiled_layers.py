@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compilers import environment, no_compiler
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -148,30 +148,17 @@ def test_where_pytorchs_would_be_computed_they_are_refused(settings: dict[str, A
     run()
 
 
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    load.cache_clear()
-    why_not.cache_clear()
-
-
-@pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_training_is_refused_with_a_remedy() -> None:
-    with pytest.raises(QuiverError, match=r"no-such-compiler.*model\.kernels = \"torch\""):
+    refusal = r"no-such-compiler.*model\.kernels = \"torch\""
+    with no_compiler(), pytest.raises(QuiverError, match=refusal):
         run()
 
 
-@pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_a_trained_model_can_still_be_used() -> None:
     expected, ours = pair((1, 12, 12), (4,), 0)
     x, _ = samples((1, 12, 12), 3)
-    assert torch.equal(ours(x), expected(x))
+    with no_compiler():
+        assert torch.equal(ours(x), expected(x))
 
 
 def test_unknown_kernels_are_refused() -> None:
@@ -181,23 +168,17 @@ def test_unknown_kernels_are_refused() -> None:
 
 @needs_compiler
 def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calls = []
-    compile = library._compile
+    calls, compile = [], library._compile
     monkeypatch.setattr(library, "_compile", lambda *a: (calls.append(a), compile(*a)))
     for _ in range(2):
-        forget()
-        load(*SOURCE)
+        with environment(XDG_CACHE_HOME=str(tmp_path)):
+            load(*SOURCE)
     assert len(calls) == 1
-    forget()
 
 
-def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forget()
-    try:
-        with pytest.raises(NotCompiled, match=r"could not compile conv_pool_relu\.c"):
-            load("conv_pool_relu", "-no-such-flag")
-    finally:
-        forget()
+@needs_compiler
+def test_a_compiler_that_refuses_is_quoted(tmp_path: Path) -> None:
+    refusal = pytest.raises(NotCompiled, match=r"could not compile conv_pool_relu\.c")
+    with environment(XDG_CACHE_HOME=str(tmp_path)), refusal:
+        load("conv_pool_relu", "-no-such-flag")
     assert not list(tmp_path.rglob("*.so"))
