@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import environment, no_compiler
 from torch import Tensor, nn
 from torch.nn import functional
 
 import quiverfl as qv
 import quiverfl.native.library as library
+from compilers import environment, no_compiler
 from quiverfl.errors import QuiverError
 from quiverfl.models import compiled_layers
 from quiverfl.models.cnn import TwoConvolutions, cnn_small, lenet5

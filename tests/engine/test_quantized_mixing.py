@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from compilers import no_compiler
 from torch import Tensor
 
 import quiverfl as qv
+from compilers import no_compiler
 from quiverfl.engine import quantized_mixing
 from quiverfl.engine.coded_exchange import CodedExchange, difference
 from quiverfl.engine.column_code import ColumnCode
