@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 import quiverfl
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine import byte_images, quantized_mixing
 from quiverfl.engine.footprint import counted, predict, saved_bytes
 from quiverfl.engine.settings import ExecutorName, RunSettings
 from quiverfl.engine.simulate import Simulation
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods import METHODS, Method
-from quiverfl.models import MODELS, make_model
+from quiverfl.models import MODELS, compiled_layers, make_model
+from quiverfl.native.library import why_not
 from quiverfl.task import Task
 from quiverfl.topologies import Topology, make_topology
 from quiverfl.training import Training
@@ -39,6 +41,12 @@ OFF = 1.5
 """Times the predicted memory, or that part of it."""
 CLIENTS, SAMPLES, BATCH = 8, 64, 16
 SMALL_IMAGE = (3, 16, 16)
+COMPILED = {
+    "compiled convolutions": compiled_layers.SOURCE,
+    "compiled crops": byte_images.SOURCE,
+    "compiled quantising": quantized_mixing.SOURCE,
+}
+"""What C of our own does, for which a machine may have no compiler."""
 IMAGE_MODELS = tuple(name for name in MODELS if name not in ("mlp", "resnet18_gn"))
 """ResNet-18 is ResNet-8 with more of the same, and takes minutes."""
 
@@ -69,6 +77,9 @@ def _about(device: str) -> Iterator[Finding]:
     yield Finding("about", "device", f"{device}: {name}", "", "-")
     yield Finding("about", "torch", torch.__version__, "", "-")
     yield Finding("about", "quiver", quiverfl.__version__, "", "-")
+    for what, source in COMPILED.items():
+        reason = why_not(*source)
+        yield Finding("about", what, "yes" if reason is None else f"no: {reason}", "", "-")
 
 
 def laws(device: str) -> Iterator[Finding]:

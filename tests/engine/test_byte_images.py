@@ -11,7 +11,7 @@ import torch
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
 from quiverfl.data.federated import FederatedData
 from quiverfl.data.normalize import Normalize
-from quiverfl.engine.byte_images import ByteImages
+from quiverfl.engine.byte_images import SOURCE, ByteImages
 from quiverfl.engine.examples import Examples
 from quiverfl.native.library import why_not
 from quiverfl.seeds import hashed
@@ -38,7 +38,7 @@ def test_equal_to_the_last_bit(
 ) -> None:
     if not compiled:
         monkeypatch.setattr("quiverfl.engine.byte_images._library", lambda: None)
-    elif why_not("byte_images", "-ffp-contract=off") is not None:
+    elif why_not(*SOURCE) is not None:
         pytest.skip("no C compiler")
     data = images(AUGMENTATIONS[name])
     cpu = torch.device("cpu")

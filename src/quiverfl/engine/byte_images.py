@@ -24,6 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
 
+SOURCE = ("byte_images", "-ffp-contract=off")
+
 
 class ByteImages:
     """Images [n, channels, height, width] of one split: a copy of their bytes with a black rim."""
@@ -104,6 +106,6 @@ class ByteImages:
 def _library() -> ctypes.CDLL | None:
     """None without a compiler: the bits are the same."""
     try:
-        return load("byte_images", "-ffp-contract=off")
+        return load(*SOURCE)
     except NotCompiled:
         return None
