@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,57 @@ def test_the_compiled_pass_is_really_taken(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_compiler
-def test_the_first_of_equal_pixels_has_the_gradient_and_no_number_wins() -> None:
+def test_of_equal_pixels_the_first_has_the_gradient() -> None:
+    """Without weights a channel has its bias everywhere: any pixel could be the largest."""
     expected, ours = pair((1, 12, 12), (4,), 0)
-    x = torch.ones(3, 1, 12, 12)  # every pixel of every pool is equal
-    x[1] = torch.nan
-    y = torch.tensor([0, 1, 2])
-    assert torch.isnan(ours(x)[1]).all()
-    some = [0, 2]
-    for mine, theirs in zip(
-        gradients(ours, x[some], y[some]), gradients(expected, x[some], y[some]), strict=True
-    ):
+    for model in (expected, ours):
+        weight, bias = list(model.parameters())[:2]
+        with torch.no_grad():
+            weight.zero_()
+            bias.fill_(1.0)
+    x, y = samples((1, 12, 12), 20)
+    for mine, theirs in zip(gradients(ours, x, y), gradients(expected, x, y), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("row", [0, -1])
+@pytest.mark.parametrize("column", [0, -1])
+def test_what_is_no_number_wins_wherever_it_is_in_a_pool(row: int, column: int) -> None:
+    """A corner is seen by one pixel of the result, which is another one of its pool each time."""
+    conv = nn.Conv2d(1, 2, 5)
+    x = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    x[1, 0, row, column] = torch.nan
+    expected = functional.relu(functional.max_pool2d(conv(x), 2)).flatten(1)
+    found = compiled_layers.features(x, [conv])
+    assert int(expected.isnan().sum()) == 2  # of two channels
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [1, 4, 200])
+def test_images_with_other_channels_are_refused_by_pytorch(channels: int) -> None:
+    _, ours = pair((3, 16, 20), (7, 9), 0)
+    with pytest.raises(RuntimeError, match="channels"):
+        ours(torch.zeros(2, channels, 16, 20))
+
+
+@needs_compiler
+def test_a_traced_model_is_pytorchs() -> None:
+    _, ours = pair((3, 16, 20), (7, 9), 0)
+    x, _ = samples((3, 16, 20), 4)
+    traced = torch.jit.trace(ours, x)
+    torch.testing.assert_close(traced(x), ours(x), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_second_derivatives_are_refused() -> None:
+    _, ours = pair((3, 16, 20), (7, 9), 0)
+    x, y = samples((3, 16, 20), 4)
+    loss = functional.cross_entropy(ours(x), y)
+    slopes = torch.autograd.grad(loss, list(ours.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum((slope**2).sum() for slope in slopes).backward()  # type: ignore[union-attr]
 
 
 @needs_compiler
@@ -139,13 +180,25 @@ def run(**options: Any) -> qv.Run:
 @needs_compiler
 @pytest.mark.parametrize(
     "settings",
-    [{"dtype": torch.float64}, {"precision": "bf16"}, {"executor": "vectorized"}],
-    ids=lambda settings: next(iter(settings)),
+    [
+        {"dtype": torch.float64},
+        {"precision": "bf16"},
+        {"executor": "vectorized"},
+        {"executor": "measure"},
+    ],
+    ids=str,
 )
 def test_where_pytorchs_would_be_computed_they_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(QuiverError, match=rf'{next(iter(settings))} = .*kernels = "compiled"'):
         run(**settings)
     run()
+
+
+@needs_compiler
+def test_with_dp_sgd_they_are_refused() -> None:
+    privacy = qv.DPSGD(noise=1.0, clip=1.0, delta=1e-3)
+    with pytest.raises(QuiverError, match=r'dp_sgd.*model\.kernels = "compiled"'):
+        run(privacy=privacy)
 
 
 def test_without_a_compiler_training_is_refused_with_a_remedy() -> None:
@@ -182,3 +235,37 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path: Path) -> None:
     with environment(XDG_CACHE_HOME=str(tmp_path)), refusal:
         load("conv_pool_relu", "-no-such-flag")
     assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
+    with environment(XDG_CACHE_HOME=str(tmp_path)):
+        load(*SOURCE)
+    (kept,) = tmp_path.rglob("*.so")
+    kept.unlink()
+    kept.touch()
+    with environment(XDG_CACHE_HOME=str(tmp_path)):
+        assert load(*SOURCE).lanes() in (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [('gcc "x', "is no command"), ("README", "cannot be run"), ("absent", "no C compiler")],
+)
+def test_whatever_ails_the_compiler_is_a_reason(tmp_path: Path, compiler: str, reason: str) -> None:
+    broken = tmp_path / "README"
+    broken.write_text("not a program")
+    broken.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with environment(XDG_CACHE_HOME=str(tmp_path), CC=compiler, PATH=path):
+        assert reason in str(why_not(*SOURCE))
+
+
+@needs_compiler
+def test_without_a_home_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with environment(XDG_CACHE_HOME=""):
+        assert "XDG_CACHE_HOME" in str(why_not(*SOURCE))

@@ -20,6 +20,7 @@ import quiverfl
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine import byte_images, quantized_mixing
 from quiverfl.engine.footprint import counted, predict, saved_bytes
+from quiverfl.engine.quantized_mixing import same_bits
 from quiverfl.engine.settings import ExecutorName, RunSettings
 from quiverfl.engine.simulate import Simulation
 from quiverfl.errors import QuiverError, QuiverWarning
@@ -29,6 +30,7 @@ from quiverfl.native.library import why_not
 from quiverfl.task import Task
 from quiverfl.topologies import Topology, make_topology
 from quiverfl.training import Training
+from quiverfl.transforms.compression import Quantize
 from quiverfl.trees import first_leaf
 
 Verdict = Literal["ok", "differs", "slow", "failed", "-"]
@@ -79,6 +81,8 @@ def _about(device: str) -> Iterator[Finding]:
     yield Finding("about", "quiver", quiverfl.__version__, "", "-")
     for what, source in COMPILED.items():
         reason = why_not(*source)
+        if reason is None and source is quantized_mixing.SOURCE and not same_bits(Quantize()):
+            reason = "other bits than PyTorch's on this processor."
         yield Finding("about", what, "yes" if reason is None else f"no: {reason}", "", "-")
 
 

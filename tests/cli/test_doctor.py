@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from compilers import no_compiler
 from pretend import pretended
 from quiverfl import device_check as doctor
 from quiverfl.cli.main import app
 from quiverfl.engine.settings import ExecutorName
 from quiverfl.errors import QuiverError
 from quiverfl.methods import METHODS, Method
+from quiverfl.native.library import why_not
 
 FEW = {name: METHODS[name] for name in ("dfedpgp", "dfedavgm")}
 
@@ -35,6 +38,16 @@ def test_a_table_of_the_cpu() -> None:
     assert len([row for row in rows if row["part"] == "speed"]) == 4
     memory = [row for row in rows if row["part"] == "memory"]
     assert [row["verdict"] for row in memory] == ["ok"] * 3
+
+
+@pytest.mark.parametrize("with_compiler", [True, False])
+def test_what_is_compiled_is_told(with_compiler: bool) -> None:
+    with contextlib.nullcontext() if with_compiler else no_compiler():
+        found = {finding.what: finding.measured for finding in doctor._about("cpu")}
+        here = [why_not(*source) is None for source in doctor.COMPILED.values()]
+    told = [found[what] for what in doctor.COMPILED]
+    assert [text == "yes" for text in told] == here
+    assert with_compiler or all("no-such-compiler" in text for text in told)
 
 
 def test_the_laws_hold_on_a_pretended_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_equal_to_the_last_bit(
     name: str, augmented: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr("quiverfl.engine.byte_images._library", lambda: None)
+        monkeypatch.setattr("quiverfl.engine.byte_images.why_not", lambda *_: "none here")
     elif why_not(*SOURCE) is not None:
         pytest.skip("no C compiler")
     data = images(AUGMENTATIONS[name])
@@ -66,3 +66,12 @@ def test_only_where_the_numbers_are_the_same() -> None:
     own = replace(data, augment=lambda x, keys: x)
     assert ByteImages.of(x, own, torch.float32, last) is None
     assert ByteImages.of(x, replace(data, prepare=torch.Tensor.float), torch.float32, last) is None
+
+
+def test_an_image_that_is_not_there_is_refused() -> None:
+    data = images(CropFlip())
+    found = ByteImages.of(data.train.x, data, torch.float32, torch.channels_last)
+    assert found is not None
+    for place in (-1000, 60):
+        with pytest.raises(IndexError):
+            found.take(np.array([0, place]), None)

@@ -79,7 +79,7 @@ def coded(graph: Graph, coder: qv.Quantize, numbers: int, ids: Tensor | None = N
     return ColumnCode(coder, Dither(5, 3).of("u", clients, numbers), silent)
 
 
-def assert_same_bits(one: Tensor, other: Tensor) -> None:
+def assertsame_bits(one: Tensor, other: Tensor) -> None:
     """Zeros' signs, too; what is not a number has any bits."""
     missing = one.isnan()
     assert torch.equal(missing, other.isnan())
@@ -92,7 +92,7 @@ def assert_same_bits(one: Tensor, other: Tensor) -> None:
 def assert_alike(graph: Graph, leaf: Tensor, code: ColumnCode) -> Tensor:
     moves = difference(graph)
     expected = quantized_mixing._by_torch(moves, leaf.clone(), code)
-    assert_same_bits(quantized_mixing._by_c(moves, leaf, code), expected)
+    assertsame_bits(quantized_mixing._by_c(moves, leaf, code), expected)
     return expected
 
 
@@ -206,7 +206,7 @@ def test_several_workers_find_the_same(
     alone = mix_coded(difference(graph), numbers_of(60, numbers), coded(graph, CODERS[0], numbers))
     torch.set_num_threads(count)
     monkeypatch.setattr(quantized_mixing, "AT_ONCE", 2 * BLOCK * 60)
-    assert_same_bits(
+    assertsame_bits(
         assert_alike(graph, numbers_of(60, numbers), coded(graph, CODERS[0], numbers)), alone
     )
 
@@ -240,7 +240,7 @@ def exchanged(dtype: torch.dtype = torch.float32, fused: bool = True) -> dict[st
 
 @needs_compiler
 def test_an_exchange_takes_the_compiled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert quantized_mixing._same_bits(qv.Quantize(bits=8))  # tried before it is made impossible
+    assert quantized_mixing.same_bits(qv.Quantize(bits=8))  # tried before it is made impossible
     with monkeypatch.context() as patch:
         patch.setattr(quantized_mixing, "_by_torch", pytest.fail)
         compiled = exchanged()
@@ -255,14 +255,14 @@ def test_without_a_compiler_pytorch_finds_the_same(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     here = exchanged(dtype=dtype)
-    quantized_mixing._same_bits.cache_clear()
+    quantized_mixing.same_bits.cache_clear()
     monkeypatch.setattr(quantized_mixing, "_by_c", pytest.fail)
     try:
         with no_compiler():
             for name, leaf in exchanged(dtype=dtype).items():
                 assert torch.equal(leaf, here[name])
     finally:
-        quantized_mixing._same_bits.cache_clear()
+        quantized_mixing.same_bits.cache_clear()
 
 
 @needs_compiler
@@ -277,13 +277,13 @@ def test_a_pass_that_is_off_by_a_bit_is_not_used(monkeypatch: pytest.MonkeyPatch
         return found
 
     here = exchanged()
-    quantized_mixing._same_bits.cache_clear()
+    quantized_mixing.same_bits.cache_clear()
     monkeypatch.setattr(quantized_mixing, "_by_c", off)
     try:
         for name, leaf in exchanged().items():
             assert torch.equal(leaf, here[name])
     finally:
-        quantized_mixing._same_bits.cache_clear()
+        quantized_mixing.same_bits.cache_clear()
     assert len(taken) == 1  # the trial
 
 

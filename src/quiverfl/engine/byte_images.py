@@ -17,7 +17,7 @@ from torch import Tensor
 from quiverfl.data.augmentation import CropFlip
 from quiverfl.data.federated import FederatedData
 from quiverfl.data.normalize import Normalize
-from quiverfl.native.library import NotCompiled, load
+from quiverfl.native.library import load, why_not
 from quiverfl.seeds import Hashes
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,7 +47,7 @@ class ByteImages:
         # One number for each place of a row: a channel at a time is many times slower.
         scale, shift = normalize.factors(255.0)
         self._scale, self._shift = scale.repeat(width), shift.repeat(width)
-        self._library = _library()
+        self._compiled = why_not(*SOURCE) is None  # the bits are the same
 
     @classmethod
     def of(
@@ -71,20 +71,21 @@ class ByteImages:
             down, right, flips = middle, middle, np.zeros(len(places), dtype=bool)
         else:
             down, right, flips = self._draws.draws(keys.ravel())
-        taken = self._in_passes if self._library is None else self._at_once
+        taken = self._at_once if self._compiled else self._in_passes
         return taken(places, down, right, flips).permute(0, 3, 1, 2)
 
     def _at_once(
         self, places: Integers, down: Integers, right: Integers, flips: Booleans
     ) -> Tensor:
-        assert self._library is not None
+        if len(places) and not 0 <= places.min() <= places.max() < len(self._padded):
+            raise IndexError(f"there are {len(self._padded)} images")
         found = torch.empty(len(places), *self._shape)
         whole = [np.ascontiguousarray(part, dtype=np.int64) for part in (places, down, right)]
         arrays = (self._padded, *whole, np.ascontiguousarray(flips, dtype=np.uint8))
         pointers = [array.ctypes.data for array in arrays]
         pointers += [tensor.data_ptr() for tensor in (self._scale, self._shift, found)]
         sizes = (len(places), *self._padded.shape[1:3], *self._shape)
-        self._library.crops(*map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, sizes))
+        load(*SOURCE).crops(*map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, sizes))
         return found
 
     def _in_passes(
@@ -101,11 +102,3 @@ class ByteImages:
         rows = down[:, None] + np.arange(self._shape[0])
         cut: Bytes = self._runs[places[:, None], rows, right].view(np.uint8)
         return cut.reshape(len(places), *self._shape)
-
-
-def _library() -> ctypes.CDLL | None:
-    """None without a compiler: the bits are the same."""
-    try:
-        return load(*SOURCE)
-    except NotCompiled:
-        return None

@@ -208,23 +208,27 @@ def check_compile(task: Task, data: FederatedData, method: Method, settings: Run
         )
 
 
+def has_compiled_layers(task: Task) -> bool:
+    return any(getattr(m, "kernels", None) == "compiled" for m in task.skeleton.modules())
+
+
 def check_kernels(task: Task, settings: RunSettings) -> None:
     """Refuse a model's compiled layers where PyTorch's would be computed in their place."""
-    if not any(getattr(m, "kernels", None) == "compiled" for m in task.skeleton.modules()):
+    if not has_compiled_layers(task):
         return
     device = torch.device(settings.device).type
     where = {
         f"device = {str(settings.device)!r}": device != "cpu",
         f"dtype = {settings.dtype}": settings.dtype != torch.float32,
         f"precision = {settings.precision!r}": settings.precision != "float32",
-        f"executor = {settings.executor!r}": settings.executor == "vectorized",
+        f"executor = {settings.executor!r}": settings.executor in ("vectorized", "measure"),
     }
     for setting, hinders in where.items():
         if hinders:
             raise QuiverError(
                 f'{setting} with model.kernels = "compiled": compiled layers are computed on a '
-                "CPU, in float32, one client at a time. Leave one of the two out, or set "
-                'kernels = "torch".'
+                "CPU, in float32, one client at a time. Leave it out, or set "
+                'model.kernels = "torch".'
             )
     check_compiler()
 

@@ -55,7 +55,7 @@ class _Exchange(ctypes.Structure):
 def mix_coded(graph: Graph, leaf: Tensor, code: ColumnCode) -> Tensor:
     """leaf_i + Σ_j P[i, j] · Q(leaf_j) for every i, in the leaf's own memory; P has all rows."""
     coder = code.compression
-    if isinstance(coder, Quantize) and _is_for_c(graph, leaf) and _same_bits(coder):
+    if isinstance(coder, Quantize) and _is_for_c(graph, leaf) and same_bits(coder):
         return _by_c(graph, leaf, code)
     return _by_torch(graph, leaf, code)
 
@@ -64,11 +64,11 @@ def _is_for_c(graph: Graph, leaf: Tensor) -> bool:
     """Whether it is what the C is written for."""
     flat = leaf.view(len(leaf), -1)
     usual = leaf.dtype == torch.float32 and leaf.device.type == "cpu" and flat.stride(1) == 1
-    return usual and not is_dense(graph)
+    return usual and len(leaf) == graph.clients and not is_dense(graph)
 
 
 @cache
-def _same_bits(coder: Quantize) -> bool:
+def same_bits(coder: Quantize) -> bool:
     """Whether there is a compiled pass here, and it rounds and adds as this PyTorch does.
 
     PyTorch chooses kernels by processor; on one that multiplies and adds in two steps, say, last

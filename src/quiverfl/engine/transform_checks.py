@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.coded_exchange import is_fixed
+from quiverfl.engine.execution import has_compiled_layers
 from quiverfl.engine.footprint import first_state
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.splitting import splitting
@@ -50,6 +51,11 @@ def check_transforms(
                 "random_push, or leave [privacy] out."
             )
     if isinstance(transforms.privacy, DPSGD):
+        if has_compiled_layers(task):
+            raise QuiverError(
+                'privacy.name = "dp_sgd" with model.kernels = "compiled": compiled layers have no '
+                'gradients of single samples; set model.kernels = "torch".'
+            )
         _check_phases(task, method)
     if isinstance(transforms.adversary, Adaptive):
         transforms.adversary.against(transforms.robustness, 0.0)

@@ -18,7 +18,7 @@ LENET_SIDE = 32
 
 Kernels = Literal["torch", "compiled"]
 """What computes the convolutions in training and evaluation on a CPU: PyTorch, or C of our own,
-which is about twice as fast where layers have few channels and needs a C compiler."""
+which is faster where layers have few channels, and needs a C compiler."""
 
 
 class TwoConvolutions(nn.Module):
@@ -50,12 +50,13 @@ class TwoConvolutions(nn.Module):
                 "convolutions with pooling: set model.padding = 2 (at least 4×4 then), or use mlp."
             )
         layers += [nn.Flatten()]
-        width = inputs * height * width
+        self._dense = len(layers)
+        numbers = inputs * height * width
         for outputs in hidden:
-            layers += [nn.Linear(width, outputs), nn.ReLU()]
-            width = outputs
+            layers += [nn.Linear(numbers, outputs), nn.ReLU()]
+            numbers = outputs
         self.body = nn.Sequential(*layers)
-        self.head = nn.Linear(width, classes)
+        self.head = nn.Linear(numbers, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self._compiled(x) if self._compiles(x) else self.body(x))
@@ -70,7 +71,7 @@ class TwoConvolutions(nn.Module):
 
     def _compiled(self, x: Tensor) -> Tensor:
         found = features(x, self._convolutions)
-        for layer in list(self.body)[3 * len(self._convolutions) + 1 :]:  # behind Flatten
+        for layer in list(self.body)[self._dense :]:
             found = layer(found)
         return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from quiverfl.errors import QuiverError
@@ -31,15 +32,16 @@ def check_compiler() -> None:
 def can_compute(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> bool:
     """Whether these are plain batches on a CPU in float32, and nobody asks for their gradient.
 
-    What is traced, exported or computed for several clients by vmap has no memory of its own. A
-    trained model is used on machines without a compiler, too.
+    What is exported or computed for several clients by vmap has no memory of its own. A trained
+    model is used on machines without a compiler, too. What does not fit PyTorch refuses.
     """
-    tensors = (x, *(conv.weight for conv in convolutions))
+    tensors = [x, *(tensor for conv in convolutions for tensor in conv.parameters())]
     if not all(isinstance(tensor, Tensor) for tensor in tensors) or x.requires_grad:
         return False
     usual = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-    usual = usual and x.ndim == 4 and not torch.is_autocast_enabled("cpu")
-    return usual and _in_memory(tensors) and why_not(*SOURCE) is None
+    fits = x.ndim == 4 and x.shape[1] == convolutions[0].in_channels
+    otherwise = _is_traced() or torch.is_autocast_enabled("cpu")
+    return usual and fits and not otherwise and _in_memory(tensors) and why_not(*SOURCE) is None
 
 
 def features(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> Tensor:
@@ -65,17 +67,17 @@ class _ConvPoolReLU(torch.autograd.Function):
         out = x.new_empty(outputs, high, wide, samples)
         chosen = torch.empty(out.shape, dtype=torch.uint8)
         sizes = (channels, outputs, height, width, samples)
-        load(*SOURCE).conv_pool_relu(*_pointers(x, weight, bias, out, chosen), *_sizes(sizes))
+        _library().conv_pool_relu(*_pointers(x, weight, bias, out, chosen), *_sizes(sizes))
         ctx.save_for_backward(x, weight, chosen)
         ctx.sizes = sizes
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weight, chosen = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        library = load(*SOURCE)
-        library.workspace.restype = ctypes.c_int64
+        library = _library()
         work = x.new_empty(library.workspace(*_sizes(ctx.sizes[:4])))
         of_weight, of_bias = torch.empty_like(weight), weight.new_empty(len(weight))
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -87,17 +89,28 @@ class _ConvPoolReLU(torch.autograd.Function):
 _conv_pool_relu: Callable[[Tensor, Tensor, Tensor], Tensor] = _ConvPoolReLU.apply
 
 
+def _library() -> ctypes.CDLL:
+    library = load(*SOURCE)
+    library.workspace.restype = ctypes.c_int64
+    return library
+
+
 def _batch_innermost(x: Tensor) -> Tensor:
     """[n, channels, height, width] as [channels, height, width, samples], padded with zeros."""
     count, channels, height, width = x.shape
     pixels = x.permute(0, 2, 3, 1).contiguous()  # as it lies where channels are last
-    library = load(*SOURCE)
+    library = _library()
     lanes = int(library.lanes())
     samples = -(-count // lanes) * lanes
     found = x.new_empty(channels, height, width, samples)
     sizes = (count, height * width, channels, samples)
     library.batch_innermost(*_pointers(pixels, found), *_sizes(sizes))
     return found
+
+
+def _is_traced() -> bool:
+    """By torch.jit.trace, which records no more than that something was called."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _in_memory(tensors: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -26,20 +27,22 @@ class NotCompiled(QuiverError):
 def load(name: str, *flags: str) -> ctypes.CDLL:
     """The library of `name`.c; calls into it leave other Python threads running."""
     source = Path(__file__).with_name(f"{name}.c")
-    command = (*_compiler(), *FLAGS, *flags)
+    compiler = _compiler()
+    command = (*compiler, *FLAGS, *flags)
     identity = hashlib.sha256()
-    for part in (source.read_text(), " ".join(command), _version(command[0]), _processor()):
+    for part in (source.read_text(), " ".join(command), _version(compiler), _processor()):
         identity.update(part.encode() + b"\0")
-    library = f"{name}-{identity.hexdigest()[:16]}.so"
     try:
-        kept = _folder() / library
-        if not kept.exists():
-            _compile(command, source, kept)
+        kept = _folder() / f"{name}-{identity.hexdigest()[:16]}.so"
+        if kept.exists():
+            with contextlib.suppress(OSError):  # damaged, as by a power cut: once more
+                return ctypes.CDLL(str(kept))
+        _compile(command, source, kept)
         return ctypes.CDLL(str(kept))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise NotCompiled(
-            f"the compiled {name} could not be written or loaded: {error}. Set XDG_CACHE_HOME to a "
-            "folder that can be written and from which libraries may be loaded."
+            f"the compiled {name} could not be kept or loaded: {error}. Set XDG_CACHE_HOME to a "
+            "folder of your own from which libraries may be loaded."
         ) from error
 
 
@@ -54,7 +57,11 @@ def why_not(name: str, *flags: str) -> str | None:
 
 
 def _compiler() -> tuple[str, ...]:
-    wanted = shlex.split(os.environ.get("CC", ""))
+    text = os.environ.get("CC", "")
+    try:
+        wanted = shlex.split(text)
+    except ValueError as error:
+        raise NotCompiled(f"CC = {text!r} is no command: {error}.") from error
     for words in [wanted] if wanted else [["cc"], ["gcc"], ["clang"]]:
         found = shutil.which(words[0])
         if found:
@@ -67,25 +74,39 @@ def _compile(command: tuple[str, ...], source: Path, kept: Path) -> None:
     """To another name first: two processes may compile the same at once."""
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         fresh = Path(folder) / kept.name
-        done = subprocess.run(
-            [*command, str(source), "-o", str(fresh)], capture_output=True, text=True, check=False
-        )
+        done = _called(*command, str(source), "-o", str(fresh))
         if done.returncode:
-            first = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[0]
-            raise NotCompiled(f"{command[0]} could not compile {source.name}: {first}")
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            reason = next((line for line in lines if "error" in line), lines[0])
+            raise NotCompiled(f"{command[0]} could not compile {source.name}: {reason}")
         fresh.replace(kept)
 
 
 def _folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "quiverfl" / "native"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to somebody else, whose libraries are not loaded")
     return folder
 
 
-def _version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return done.stdout
+def _version(compiler: tuple[str, ...]) -> str:
+    return _called(*compiler, "--version").stdout
+
+
+def _called(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise NotCompiled(f"the C compiler {command[0]} cannot be run: {error}.") from error
 
 
 def _processor() -> str:

@@ -16,6 +16,7 @@ from quiverfl.data.dataset import Dataset, Integers
 from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
+from quiverfl.engine.execution import check_kernels
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.splitting import Split, check_peer_method, splitting
 from quiverfl.engine.transform_checks import check_transforms
@@ -101,6 +102,7 @@ def build_learner(folder: PeerFolder) -> PeerParts:
         executor="sequential" if settings.executor == "auto" else settings.executor,
         epochs_per_client=None if epochs is None else (epochs[number],),
     )
+    check_kernels(task, mine)
     transforms = config.transforms()
     as_peers = replace(settings, arithmetic="peers", epochs_per_client=mine.epochs_per_client)
     check_transforms(transforms, task, data, method, topology, as_peers)
