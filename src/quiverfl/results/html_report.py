@@ -15,6 +15,7 @@ from typing import Any
 
 from quiverfl.errors import QuiverError
 from quiverfl.results import palette, report_sections, report_setup
+from quiverfl.results.constant_answers import constant_answer_notes
 from quiverfl.results.groups import Group, group_runs
 from quiverfl.results.html import Markup, tag
 from quiverfl.results.output_files import replace_file
@@ -131,7 +132,7 @@ def _header(groups: Sequence[Group]) -> Markup:
 
 def notes_of(groups: Sequence[Group]) -> list[str]:
     """What a reader must know before comparing."""
-    notes = unfinished(groups)
+    notes = [*unfinished(groups), *constant_answer_notes(groups)]
     pulled = [group.label for group in groups if group.first.topology == "random_pull"]
     if pulled:
         notes.append(
