@@ -137,6 +137,21 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @needs_compiler
+def test_a_gradient_may_lie_in_any_order() -> None:
+    """Of a sum it is one number for all; of a transposed result its rows are columns."""
+    conv = nn.Conv2d(2, 3, 5)
+    x = torch.rand(20, 2, 12, 14, generator=torch.Generator().manual_seed(0))
+    factors = torch.rand(3 * 4 * 5, 20, generator=torch.Generator().manual_seed(1))
+    theirs = functional.relu(functional.max_pool2d(conv(x), 2)).flatten(1)
+    for last in (torch.sum, lambda found: (found.t() * factors).sum()):
+        ours = last(compiled_layers.features(x, [conv]))
+        found = torch.autograd.grad(ours, list(conv.parameters()))
+        expected = torch.autograd.grad(last(theirs), list(conv.parameters()), retain_graph=True)
+        for mine, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
 def test_a_sample_does_not_depend_on_its_company() -> None:
     """Lanes do not mix, and nothing is read from behind the last sample."""
     _, ours = pair((3, 16, 20), (7, 9), 0)

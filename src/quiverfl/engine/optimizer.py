@@ -39,7 +39,7 @@ class Descent:
         decay = self.training.weight_decay
         if self.training.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-            gradient.mul_((self.training.clip_norm / norm).clamp(max=1))
+            gradient.mul_(norm.reciprocal().mul_(self.training.clip_norm).clamp_(max=1))
         if decay and self.training.optimizer == "adamw":
             for part, rate in self.rates:
                 values[:, part].mul_(1 - rate[:k] * decay)

@@ -67,13 +67,27 @@ class TwoConvolutions(nn.Module):
         return [layer for layer in self.body if isinstance(layer, nn.Conv2d)]
 
     def _compiles(self, x: Tensor) -> bool:
-        return self.kernels == "compiled" and can_compute(x, self._convolutions)
+        if self.kernels != "compiled" or not self._is_as_built:
+            return False
+        return can_compute(x, self._convolutions)
+
+    @property
+    def _is_as_built(self) -> bool:
+        """Whether nobody put another layer in place of one, or a hook on it."""
+        layers = list(self.body)[: self._dense]
+        kinds = [nn.Conv2d, nn.MaxPool2d, nn.ReLU] * (self._dense // 3) + [nn.Flatten]
+        return [type(layer) for layer in layers] == kinds and not any(map(_has_hooks, layers))
 
     def _compiled(self, x: Tensor) -> Tensor:
         found = features(x, self._convolutions)
         for layer in list(self.body)[self._dense :]:
             found = layer(found)
         return found
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    before, after = layer._forward_pre_hooks, layer._forward_hooks
+    return bool(before or after or layer._backward_pre_hooks or layer._backward_hooks)
 
 
 def lenet5(input_shape: tuple[int, ...], classes: int, kernels: Kernels = "torch") -> nn.Module:

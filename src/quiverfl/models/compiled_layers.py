@@ -7,6 +7,7 @@ sixteen; here samples fill it (`native/conv_pool_relu.c`). Results are the same 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from quiverfl.errors import QuiverError
 from quiverfl.native.library import load, why_not
@@ -32,85 +34,137 @@ def check_compiler() -> None:
 def can_compute(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> bool:
     """Whether these are plain batches on a CPU in float32, and nobody asks for their gradient.
 
-    What is exported or computed for several clients by vmap has no memory of its own. A trained
-    model is used on machines without a compiler, too. What does not fit PyTorch refuses.
+    What is exported, traced or computed for several clients by vmap has no memory of its own. A
+    trained model is used on machines without a compiler, too. What does not fit PyTorch refuses.
     """
-    tensors = [x, *(tensor for conv in convolutions for tensor in conv.parameters())]
-    if not all(isinstance(tensor, Tensor) for tensor in tensors) or x.requires_grad:
+    if _is_traced() or torch.is_autocast_enabled("cpu"):
         return False
+    tensors: list[Any] = [x]
+    channels = x.shape[1] if x.ndim == 4 else None
+    for conv in convolutions:
+        weight, bias, outputs = conv.weight, conv.bias, conv.out_channels
+        if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or not _is_usual(conv):
+            return False
+        if weight.shape != (outputs, channels, KERNEL, KERNEL) or bias.shape != (outputs,):
+            return False
+        tensors += [weight, bias]
+        channels = outputs
     usual = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-    fits = x.ndim == 4 and x.shape[1] == convolutions[0].in_channels
-    otherwise = _is_traced() or torch.is_autocast_enabled("cpu")
-    return usual and fits and not otherwise and _in_memory(tensors) and why_not(*SOURCE) is None
+    plain = not x.requires_grad and not any(t.is_neg() for t in tensors)
+    return usual and plain and _in_memory(tensors) and why_not(*SOURCE) is None
+
+
+def _is_usual(conv: nn.Conv2d) -> bool:
+    steps = (conv.stride, conv.dilation, conv.groups, conv.padding_mode)
+    return type(conv) is nn.Conv2d and steps == ((1, 1), (1, 1), 1, "zeros")
 
 
 def features(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> Tensor:
     """Images [n, channels, height, width] through all of them, flattened: [n, features]."""
-    found = _batch_innermost(x)
-    for conv in convolutions:
-        assert conv.bias is not None
-        side = int(conv.padding[0])
-        if side:
-            found = functional.pad(found, (0, 0, side, side, side, side))
-        found = _conv_pool_relu(found, conv.weight, conv.bias)
-    return found.flatten(0, 2)[:, : len(x)].t()
+    paddings = [int(conv.padding[0]) for conv in convolutions]
+    tensors = [tensor for conv in convolutions for tensor in (conv.weight, conv.bias)]
+    return _features(x, paddings, *tensors)
 
 
-class _ConvPoolReLU(torch.autograd.Function):
-    """Of [channels, height, width, samples]."""
+class _Convolutions(torch.autograd.Function):
+    """One function for all layers: gradients pass between them in an order of their own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
-        channels, height, width, samples = x.shape
-        outputs, high, wide = len(weight), (height - KERNEL + 1) // 2, (width - KERNEL + 1) // 2
-        out = x.new_empty(outputs, high, wide, samples)
-        chosen = torch.empty(out.shape, dtype=torch.uint8)
-        sizes = (channels, outputs, height, width, samples)
-        _library().conv_pool_relu(*_pointers(x, weight, bias, out, chosen), *_sizes(sizes))
-        ctx.save_for_backward(x, weight, chosen)
-        ctx.sizes = sizes
-        return out
+    def forward(ctx: Any, x: Tensor, paddings: Sequence[int], *tensors: Tensor) -> Tensor:
+        found, kept = _batch_innermost(x), []
+        for side, weight, bias in zip(paddings, tensors[::2], tensors[1::2], strict=True):
+            if side:
+                found = functional.pad(found, (0, 0, side, side, side, side))
+            weight = weight.contiguous()
+            out, chosen = _conv_pool_relu(found, weight, bias.contiguous())
+            kept += [found, weight, chosen]
+            found = out
+        ctx.save_for_backward(*kept)
+        ctx.paddings, ctx.out = paddings, found.shape[1:4]
+        return _batch_outermost(found)[: len(x)]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        x, weight, chosen = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        library = _library()
-        work = x.new_empty(library.workspace(*_sizes(ctx.sizes[:4])))
-        of_weight, of_bias = torch.empty_like(weight), weight.new_empty(len(weight))
-        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        tensors = (x, weight, gradient, chosen, of_weight, of_bias, of_x, work)
-        library.conv_pool_relu_backward(*_pointers(*tensors), *_sizes(ctx.sizes))
-        return of_x, of_weight, of_bias
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0].resolve_neg().view(-1, *ctx.out)  # in whatever order it lies
+        saved = ctx.saved_tensors
+        found: list[Tensor | None] = []
+        for layer in reversed(range(len(ctx.paddings))):
+            x, weight, chosen = saved[3 * layer : 3 * layer + 3]
+            of_x, *of_layer = _conv_pool_relu_backward(gradient, x, weight, chosen, layer > 0)
+            found = [*of_layer, *found]
+            if of_x is not None:
+                side = ctx.paddings[layer]
+                gradient = of_x[..., side : x.shape[2] - side, side : x.shape[3] - side]
+        return (None, None, *found)
 
 
-_conv_pool_relu: Callable[[Tensor, Tensor, Tensor], Tensor] = _ConvPoolReLU.apply
+_features: Callable[..., Tensor] = _Convolutions.apply
 
 
+def _conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Of [blocks, channels, height, width, lanes]; and which pixel of each pool was chosen."""
+    blocks, channels, height, width, lanes = x.shape
+    outputs, high, wide = len(weight), (height - KERNEL + 1) // 2, (width - KERNEL + 1) // 2
+    out = x.new_empty(blocks, outputs, high, wide, lanes)
+    chosen = x.new_empty(out.shape, dtype=torch.uint8)
+    sizes = (channels, outputs, height, width, blocks)
+    _library().conv_pool_relu(*_pointers(x, weight, bias, out, chosen), *_sizes(sizes))
+    return out, chosen
+
+
+def _conv_pool_relu_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, chosen: Tensor, of_images: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Of x, if that is asked for, of the weight and of the bias, from [n, outputs, high, wide]."""
+    library = _library()
+    _, channels, height, width, _ = x.shape
+    sizes = (channels, len(weight), height, width)
+    work = x.new_empty(library.workspace(*_sizes(sizes)))
+    of_weight, of_bias = torch.empty_like(weight), weight.new_empty(len(weight))
+    of_x = None
+    if of_images:
+        room = library.image_room(*_sizes((channels, height, width)))
+        of_x = x.new_empty(len(gradient), room)
+    tensors = (x, weight, gradient, chosen, of_weight, of_bias, of_x, work)
+    numbers = (*sizes, len(gradient), *gradient.stride())
+    library.conv_pool_relu_backward(*_pointers(*tensors), *_sizes(numbers))
+    if of_x is not None:
+        images = of_x[:, : height * width * channels].view(-1, height, width, channels)
+        of_x = images.permute(0, 3, 1, 2)
+    return of_x, of_weight, of_bias
+
+
+@functools.cache
 def _library() -> ctypes.CDLL:
     library = load(*SOURCE)
-    library.workspace.restype = ctypes.c_int64
+    library.workspace.restype = library.image_room.restype = ctypes.c_int64
     return library
 
 
 def _batch_innermost(x: Tensor) -> Tensor:
-    """[n, channels, height, width] as [channels, height, width, samples], padded with zeros."""
+    """[n, channels, height, width] as [blocks, channels, height, width, lanes] and zeros."""
     count, channels, height, width = x.shape
     pixels = x.permute(0, 2, 3, 1).contiguous()  # as it lies where channels are last
     library = _library()
     lanes = int(library.lanes())
-    samples = -(-count // lanes) * lanes
-    found = x.new_empty(channels, height, width, samples)
-    sizes = (count, height * width, channels, samples)
+    found = x.new_empty(-(-count // lanes), channels, height, width, lanes)
+    sizes = (count, height * width, channels)
     library.batch_innermost(*_pointers(pixels, found), *_sizes(sizes))
     return found
 
 
+def _batch_outermost(x: Tensor) -> Tensor:
+    """[blocks, channels, height, width, lanes] as [samples, features]."""
+    blocks, lanes = len(x), x.shape[-1]
+    return x.view(blocks, -1, lanes).transpose(1, 2).reshape(blocks * lanes, -1)
+
+
 def _is_traced() -> bool:
-    """By torch.jit.trace, which records no more than that something was called."""
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+    """By what sees PyTorch's operators alone, or would have them computed in another way."""
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    transformed = torch._C._are_functorch_transforms_active()
+    return bool(tracing or transformed or _get_current_dispatch_mode() is not None)
 
 
 def _in_memory(tensors: Sequence[Tensor]) -> bool:
@@ -121,6 +175,8 @@ def _in_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def _pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
+    if any(t is not None and t.numel() and not t.data_ptr() for t in tensors):
+        raise QuiverError('a tensor without memory of its own: set model.kernels = "torch".')
     return [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
 
 

@@ -1,17 +1,20 @@
 /* Convolution with a 5x5 kernel, 2x2 max-pooling and ReLU in one pass, and back.
 
-   The samples of a batch lie innermost, [channels][height][width][samples], their number a multiple
-   of LANES (and zeros behind the last): every instruction works on LANES samples, however few channels
-   a layer has, and what a convolution gives is pooled in registers before it is written. All sums are
+   On the way forward LANES samples lie innermost, [blocks][channels][height][width][LANES], with
+   zeros behind the last sample of a batch: every instruction works on LANES samples, however few
+   channels a layer has, and what a convolution gives is pooled in registers before it is written.
+   On the way back a pool passes its gradient to the one pixel that was chosen, another one in each
+   sample, or to none: only these pixels are visited, sample by sample, [height][width][channels],
+   where the part of an image that a kernel sees is K runs of K * channels numbers. All sums are
    taken in a fixed order, so results do not depend on threads or on where memory lies. */
 
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
-enum { LANES = 16, OUTPUTS = 6, ROWS = 4 }; /* 32 registers of 16 */
+enum { LANES = 16, OUTPUTS = 6 }; /* 32 registers of 16 */
 #else
-enum { LANES = 8, OUTPUTS = 2, ROWS = 2 }; /* 16 registers of 8 */
+enum { LANES = 8, OUTPUTS = 2 }; /* 16 registers of 8 */
 #endif
 enum { K = 5, PIXELS = 4, OFF = 4 };
 
@@ -26,34 +29,72 @@ INLINE M either_number(M which, M yes, M no) { return (yes & which) | (no & ~whi
 
 int lanes(void) { return LANES; }
 
-/* [samples][pixels][channels] to [channels][pixels][wide], with zeros behind the last sample. */
-void batch_innermost(const float *from, float *to, int64_t samples, int64_t pixels, int64_t channels, int64_t wide) {
-  for (int64_t first = 0; first < wide; first += LANES) {
-    int64_t some = samples - first < LANES ? samples - first : LANES;
-    const float *sample = from + first * pixels * channels;
-    for (int64_t pixel = 0; pixel < pixels; pixel++)
-      for (int64_t channel = 0; channel < channels; channel++) {
-        V values = {0};
-        const float *at = sample + pixel * channels + channel;
-        if (some == LANES)
-          for (int i = 0; i < LANES; i++) values[i] = at[i * pixels * channels];
-        else
-          for (int i = 0; i < some; i++) values[i] = at[i * pixels * channels];
-        store(to + (channel * pixels + pixel) * wide + first, values);
+/* rows[i][j] becomes rows[j][i]. */
+INLINE void transpose(V *rows) {
+#if defined(__clang__) /* which has no __builtin_shuffle, and finds its own way */
+  V turned[LANES];
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < LANES; j++) turned[j][i] = rows[i][j];
+  memcpy(rows, turned, sizeof turned);
+#else
+#pragma GCC unroll 4
+  for (int step = 1; step < LANES; step *= 2) {
+    M low, high;
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) {
+      low[j] = j & step ? LANES + j - step : j;
+      high[j] = j & step ? LANES + j : j + step;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+      if (!(i & step)) {
+        V one = rows[i], other = rows[i + step];
+        rows[i] = __builtin_shuffle(one, other, low);
+        rows[i + step] = __builtin_shuffle(one, other, high);
       }
+  }
+#endif
+}
+
+/* [samples][pixels][channels] to [blocks][channels][pixels][LANES], with zeros behind the last sample. */
+void batch_innermost(const float *from, float *to, int64_t samples, int64_t pixels, int64_t channels) {
+  const int64_t image = pixels * channels;
+  for (int64_t first = 0; first < samples; first += LANES, to += image * LANES)
+    for (int64_t start = 0, pixel = 0, channel = 0; start < image; start += LANES) {
+      int64_t some = image - start < LANES ? image - start : LANES;
+      V rows[LANES] = {{0}};
+      for (int64_t i = 0; i < LANES && first + i < samples; i++)
+        memcpy(&rows[i], from + (first + i) * image + start, (size_t)some * sizeof(float));
+      transpose(rows);
+      for (int64_t i = 0; i < some; i++) {
+        store(to + (channel * pixels + pixel) * LANES, rows[i]);
+        if (++channel == channels) channel = 0, pixel++;
+      }
+    }
+}
+
+/* A block [channels][pixels][LANES] to [LANES][image]: each [pixels][channels], and room behind. */
+static void block_outermost(const float *from, float *to, int64_t pixels, int64_t channels, int64_t image) {
+  for (int64_t start = 0, pixel = 0, channel = 0; start < pixels * channels; start += LANES) {
+    V rows[LANES] = {{0}};
+    for (int64_t i = 0; i < LANES && pixel < pixels; i++) {
+      rows[i] = load(from + (channel * pixels + pixel) * LANES);
+      if (++channel == channels) channel = 0, pixel++;
+    }
+    transpose(rows);
+    for (int64_t i = 0; i < LANES; i++) store(to + i * image + start, rows[i]);
   }
 }
 
 typedef struct {
-  int64_t inputs, outputs, height, width, samples; /* of what is convolved */
-  int64_t plane, row;                              /* floats of a channel, of a line of it */
-  int64_t high, wide, pooled;                      /* of the result; floats of a channel of it */
+  int64_t inputs, outputs, height, width; /* of what is convolved */
+  int64_t plane, row;                     /* floats of a channel of a block, of a line of it */
+  int64_t high, wide, pooled;             /* of the result; floats of a channel of a block of it */
 } Shape;
 
-static Shape shape_of(int64_t inputs, int64_t outputs, int64_t height, int64_t width, int64_t samples) {
+static Shape shape_of(int64_t inputs, int64_t outputs, int64_t height, int64_t width) {
   int64_t high = (height - K + 1) / 2, wide = (width - K + 1) / 2;
-  return (Shape){inputs, outputs, height, width, samples, height * width * samples, width * samples,
-                 high, wide, high * wide * samples};
+  return (Shape){inputs, outputs, height, width, height * width * LANES, width * LANES, high, wide, high * wide * LANES};
 }
 
 /* `count` outputs of one pooled pixel, for LANES samples. */
@@ -67,8 +108,8 @@ INLINE void pooled_pixel(const int count, const Shape *s, const float *in, const
       const float *line = in + input * s->plane + ky * s->row, *below = line + s->row;
       const float *w = weights + (input * K + ky) * K;
       for (int kx = 0; kx < K; kx++) {
-        V a = load(line + kx * s->samples), b = load(line + (kx + 1) * s->samples);
-        V c_ = load(below + kx * s->samples), d = load(below + (kx + 1) * s->samples);
+        V a = load(line + kx * LANES), b = load(line + (kx + 1) * LANES);
+        V c_ = load(below + kx * LANES), d = load(below + (kx + 1) * LANES);
 #pragma GCC unroll 6
         for (int c = 0; c < count; c++) {
           float weight = w[c * s->inputs * K * K + kx];
@@ -95,15 +136,15 @@ INLINE void pooled_pixel(const int count, const Shape *s, const float *in, const
   }
 }
 
-/* in [inputs][height][width][samples]; out, and which pixel was chosen (OFF: none), [outputs][high][wide][samples] */
+/* in [blocks][inputs][height][width][LANES]; out, and which pixel was chosen (OFF: none), [blocks][outputs][high][wide][LANES] */
 void conv_pool_relu(const float *in, const float *weights, const float *bias, float *out, uint8_t *chosen,
-                    int64_t inputs, int64_t outputs, int64_t height, int64_t width, int64_t samples) {
-  const Shape s = shape_of(inputs, outputs, height, width, samples);
-  for (int64_t n = 0; n < samples; n += LANES)
+                    int64_t inputs, int64_t outputs, int64_t height, int64_t width, int64_t blocks) {
+  const Shape s = shape_of(inputs, outputs, height, width);
+  for (int64_t n = 0; n < blocks; n++)
     for (int64_t y = 0; y < s.high; y++)
       for (int64_t x = 0; x < s.wide; x++) {
-        const float *at = in + 2 * y * s.row + 2 * x * samples + n;
-        int64_t to = (y * s.wide + x) * samples + n;
+        const float *at = in + n * inputs * s.plane + 2 * y * s.row + 2 * x * LANES;
+        int64_t to = n * outputs * s.pooled + (y * s.wide + x) * LANES;
         for (int64_t first = 0; first < outputs;) {
           int64_t left = outputs - first, place = first * s.pooled + to;
           const float *w = weights + first * inputs * K * K;
@@ -121,144 +162,139 @@ void conv_pool_relu(const float *in, const float *weights, const float *bias, fl
       }
 }
 
-/* The gradient at the convolution's result, of one row of pooled pixels: two lines [outputs][border + 2 wide + border]
-   [LANES] for each; it is what was given where a pixel was chosen. */
-INLINE void spread(const Shape *s, const float *gradient, const uint8_t *chosen, float *lines, int64_t channel, int64_t line) {
-  for (int64_t c = 0; c < s->outputs; c++)
-    for (int64_t x = 0; x < s->wide; x++) {
-      int64_t place = c * s->pooled + x * s->samples;
-      V value = load(gradient + place);
-      M at;
-      for (int i = 0; i < LANES; i++) at[i] = chosen[place + i];
-      for (int p = 0; p < PIXELS; p++)
-        store(lines + (p / 2) * line + c * channel + (2 * x + p % 2) * LANES, either(at == p, value, (V){0}));
-    }
-}
+/* Where gradients of the result lie: how far one sample, output, line and pixel is from the next. */
+typedef struct {
+  int64_t sample, output, line, pixel;
+} Steps;
 
-/* One line of pixels' share of the gradients of the K weights of a kernel's line, for `count` outputs. */
-INLINE void weights_line(const int count, const float *in, const float *gradient, float *sums, int64_t pixels,
-                         int64_t samples, int64_t channel, int64_t output) {
-  V sum[ROWS][K];
-  for (int c = 0; c < count; c++)
-    for (int k = 0; k < K; k++) sum[c][k] = load(sums + c * output + k * LANES);
-  for (int64_t x = 0; x < pixels; x++) {
-    V value[K];
-    for (int k = 0; k < K; k++) value[k] = load(in + (x + k) * samples);
-#pragma GCC unroll 4
-    for (int c = 0; c < count; c++) {
-      V slope = load(gradient + c * channel + x * LANES);
-      for (int k = 0; k < K; k++) sum[c][k] += slope * value[k];
-    }
-  }
-  for (int c = 0; c < count; c++)
-    for (int k = 0; k < K; k++) store(sums + c * output + k * LANES, sum[c][k]);
-}
+/* Numbers of one sample's image, of one line of a kernel and of all K, with room for whole vectors. */
+static int64_t image_of(const Shape *s) { return (s->height * s->width * s->inputs + 2 * LANES - 1) / LANES * LANES; }
+static int64_t line_of(const Shape *s) { return (K * s->inputs + LANES - 1) / LANES * LANES; }
 
-/* Four pixels of a line of the gradient at `count` inputs. `weights` are [output][ky][kx][input]. */
-INLINE void inputs_pixels(const int count, const Shape *s, const float *lines, const float *weights, float *to, int64_t y,
-                          int64_t x, int64_t n, int64_t channel, int64_t line) {
-  V sum[OUTPUTS][PIXELS] = {{{0}}};
-  int64_t least = y - (2 * s->high - 1) > 0 ? y - (2 * s->high - 1) : 0, most = y < K - 1 ? y : K - 1;
-  for (int64_t output = 0; output < s->outputs; output++)
-    for (int64_t ky = least; ky <= most; ky++) {
-      const float *from = lines + (y - ky) * line + output * channel + (x + K - 1) * LANES;
-      const float *w = weights + (output * K + ky) * K * s->inputs;
-      for (int kx = 0; kx < K; kx++, from -= LANES) {
-        V a = load(from), b = load(from + LANES), c_ = load(from + 2 * LANES), d = load(from + 3 * LANES);
-#pragma GCC unroll 6
-        for (int c = 0; c < count; c++) {
-          float weight = w[kx * s->inputs + c];
-          sum[c][0] += weight * a;
-          sum[c][1] += weight * b;
-          sum[c][2] += weight * c_;
-          sum[c][3] += weight * d;
-        }
+/* A gradient, and where the part of an image begins that its pixel was computed from. */
+typedef struct {
+  int32_t place;
+  float slope;
+} Visit;
+
+/* What is visited for one output: pool by pool, and sample by sample within it. */
+INLINE int64_t visits_of(const Shape *s, const Steps *step, const float *gradient, const uint8_t *chosen, int64_t some,
+                         Visit *visits) {
+  const int64_t line = s->width * s->inputs, image = image_of(s);
+  const int64_t pixel[PIXELS + 1] = {0, s->inputs, line, line + s->inputs, 0};
+  int64_t count = 0;
+  for (int64_t y = 0; y < s->high; y++)
+    for (int64_t x = 0; x < s->wide; x++, chosen += LANES) {
+      const float *slope = gradient + y * step->line + x * step->pixel;
+      const int64_t place = 2 * y * line + 2 * x * s->inputs;
+      for (int64_t i = 0; i < some; i++) {
+        visits[count] = (Visit){(int32_t)(i * image + place + pixel[chosen[i]]), slope[i * step->sample]};
+        count += chosen[i] != OFF;
       }
     }
-  for (int c = 0; c < count; c++)
-    for (int p = 0; p < PIXELS && x + p < s->width; p++)
-      store(to + c * s->plane + y * s->row + (x + p) * s->samples + n, sum[c][p]);
+  return count;
 }
 
-/* A line of the spread gradient has a border on each side, and room for PIXELS at once at its end. */
-static int64_t line_length(const Shape *s) { return s->width + 2 * (K - 1) + PIXELS; }
+/* Four sums at a time: one would wait for itself. */
+INLINE float sum_of(const Visit *visits, int64_t count) {
+  float sum[4] = {0};
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4)
+    for (int k = 0; k < 4; k++) sum[k] += visits[i + k].slope;
+  for (; i < count; i++) sum[0] += visits[i].slope;
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
 
-/* Floats that `conv_pool_relu_backward` needs to work in. */
+/* `lines` lines and `wide` vectors of each, of the gradient of one output's kernel. */
+INLINE void weights_part(const int lines, const int wide, const float *images, const Visit *visits, int64_t count,
+                         float *sums, int64_t image_line, int64_t kernel_line) {
+  V sum[K][2] = {{{0}}};
+  for (int64_t i = 0; i < count; i++) {
+    const float *from = images + visits[i].place;
+    float slope = visits[i].slope;
+#pragma GCC unroll 5
+    for (int k = 0; k < lines; k++)
+#pragma GCC unroll 2
+      for (int v = 0; v < wide; v++) sum[k][v] += slope * load(from + k * image_line + v * LANES);
+  }
+  for (int k = 0; k < lines; k++)
+    for (int v = 0; v < wide; v++) {
+      float *to = sums + k * kernel_line + v * LANES;
+      store(to, load(to) + sum[k][v]);
+    }
+}
+
+/* The same part of what one output's kernel adds to the gradient of the images. */
+INLINE void images_part(const int lines, const int wide, float *images, const Visit *visits, int64_t count,
+                        const float *weights, int64_t image_line, int64_t kernel_line) {
+  V weight[K][2];
+  for (int k = 0; k < lines; k++)
+    for (int v = 0; v < wide; v++) weight[k][v] = load(weights + k * kernel_line + v * LANES);
+  for (int64_t i = 0; i < count; i++) {
+    float *to = images + visits[i].place;
+    float slope = visits[i].slope;
+#pragma GCC unroll 5
+    for (int k = 0; k < lines; k++)
+#pragma GCC unroll 2
+      for (int v = 0; v < wide; v++) {
+        float *at = to + k * image_line + v * LANES;
+        store(at, load(at) + slope * weight[k][v]);
+      }
+  }
+}
+
+/* All of a kernel in parts that the registers hold. */
+#define IN_PARTS(part, images, other)                                                             \
+  for (int64_t v = 0; v < kernel_line; v += 2 * LANES) {                                          \
+    if (kernel_line - v >= 2 * LANES)                                                             \
+      part(K, 2, (images) + v, visits, count, (other) + v, image_line, kernel_line);              \
+    else                                                                                          \
+      part(K, 1, (images) + v, visits, count, (other) + v, image_line, kernel_line);              \
+  }
+
+/* Floats that `conv_pool_relu_backward` needs to work in, and of one sample of the gradient of what was convolved. */
 int64_t workspace(int64_t inputs, int64_t outputs, int64_t height, int64_t width) {
-  const Shape s = shape_of(inputs, outputs, height, width, LANES);
-  int64_t kernel = outputs * inputs * K * K;
-  return kernel * LANES + outputs * LANES + 2 * s.high * outputs * line_length(&s) * LANES + kernel;
+  const Shape s = shape_of(inputs, outputs, height, width);
+  return LANES * image_of(&s) + 2 * outputs * K * line_of(&s) + 2 * LANES * s.high * s.wide;
 }
 
-static float over_lanes(const float *values) {
-  float sum = 0;
-  for (int i = 0; i < LANES; i++) sum += values[i];
-  return sum;
+int64_t image_room(int64_t inputs, int64_t height, int64_t width) {
+  const Shape s = shape_of(inputs, 1, height, width);
+  return image_of(&s);
 }
 
-/* Gradients of weights and bias and, unless it is null, of what was convolved. */
+/* Gradients of weights and bias and, unless it is null, of what was convolved, [samples][image_room] of
+   [height][width][inputs]. */
 void conv_pool_relu_backward(const float *in, const float *weights, const float *gradient, const uint8_t *chosen,
                              float *of_weights, float *of_bias, float *of_in, float *work, int64_t inputs,
-                             int64_t outputs, int64_t height, int64_t width, int64_t samples) {
-  const Shape s = shape_of(inputs, outputs, height, width, samples);
-  const int64_t kernel = inputs * K * K, output = kernel * LANES;
-  const int64_t channel = line_length(&s) * LANES, line = outputs * channel;
-  float *sums = work, *bias = sums + outputs * output, *lines = bias + outputs * LANES;
-  float *turned = lines + 2 * s.high * line;
-  memset(work, 0, (size_t)(turned - work) * sizeof(float));
-  if (of_in)
-    for (int64_t c = 0; c < outputs; c++)
-      for (int64_t input = 0; input < inputs; input++)
-        for (int k = 0; k < K * K; k++)
-          turned[(c * K * K + k) * inputs + input] = weights[(c * inputs + input) * K * K + k];
+                             int64_t outputs, int64_t height, int64_t width, int64_t samples,
+                             int64_t step_sample, int64_t step_output, int64_t step_line, int64_t step_pixel) {
+  const Shape s = shape_of(inputs, outputs, height, width);
+  const Steps step = {step_sample, step_output, step_line, step_pixel};
+  const int64_t image = image_of(&s), image_line = width * inputs, kernel_line = line_of(&s), kernel = K * kernel_line;
+  float *images = work, *sums = images + LANES * image, *turned = sums + outputs * kernel;
+  Visit *visits = (Visit *)(turned + outputs * kernel);
+  memset(work, 0, (size_t)((float *)visits - work) * sizeof(float));
+  memset(of_bias, 0, (size_t)outputs * sizeof(float));
+  for (int64_t c = 0; c < outputs; c++)
+    for (int64_t input = 0; input < inputs; input++)
+      for (int k = 0; k < K * K; k++)
+        turned[c * kernel + k / K * kernel_line + k % K * inputs + input] = weights[(c * inputs + input) * K * K + k];
   for (int64_t n = 0; n < samples; n += LANES) {
-    for (int64_t y = 0; y < 2 * s.high; y++) {
-      if (y % 2 == 0) {
-        int64_t place = y / 2 * s.wide * samples + n;
-        spread(&s, gradient + place, chosen + place, lines + y * line + (K - 1) * LANES, channel, line);
-      }
-      const float *slopes = lines + y * line + (K - 1) * LANES;
-      for (int64_t c = 0; c < outputs; c++) {
-        V sum = load(bias + c * LANES);
-        for (int64_t x = 0; x < 2 * s.wide; x++) sum += load(slopes + c * channel + x * LANES);
-        store(bias + c * LANES, sum);
-      }
-      for (int64_t input = 0; input < inputs; input++)
-        for (int ky = 0; ky < K; ky++) {
-          const float *from = in + input * s.plane + (y + ky) * s.row + n;
-          float *to = sums + (input * K + ky) * K * LANES;
-          for (int64_t c = 0; c < outputs;) {
-            int64_t left = outputs - c;
-#define SOME(count) \
-  {                 \
-    weights_line(count, from, slopes + c * channel, to + c * output, 2 * s.wide, samples, channel, output); \
-    c += count;     \
-  }
-#if defined(__AVX512F__)
-            if (left == 3 || left == 6 || left == 9) SOME(3) else if (left >= 4) SOME(4) else
-#endif
-            if (left >= 2) SOME(2) else SOME(1)
-#undef SOME
-          }
-        }
+    int64_t some = samples - n < LANES ? samples - n : LANES;
+    block_outermost(in + n * height * width * inputs, images, height * width, inputs, image);
+    if (of_in) memset(of_in + n * image, 0, (size_t)(some * image) * sizeof(float));
+    for (int64_t c = 0; c < outputs; c++) {
+      const float *slopes = gradient + n * step.sample + c * step.output;
+      const uint8_t *pixels = chosen + n * outputs * s.high * s.wide + c * s.pooled;
+      int64_t count = visits_of(&s, &step, slopes, pixels, some, visits);
+      of_bias[c] += sum_of(visits, count);
+      IN_PARTS(weights_part, images, sums + c * kernel)
+      if (of_in) IN_PARTS(images_part, of_in + n * image, turned + c * kernel)
     }
-    if (of_in)
-      for (int64_t y = 0; y < height; y++)
-        for (int64_t x = 0; x < width; x += PIXELS)
-          for (int64_t input = 0; input < inputs;) {
-            int64_t left = inputs - input;
-#define SOME(count) \
-  {                 \
-    inputs_pixels(count, &s, lines, turned + input, of_in + input * s.plane, y, x, n, channel, line); \
-    input += count; \
   }
-#if defined(__AVX512F__)
-            if (left >= 6) SOME(6) else if (left >= 4) SOME(4) else
-#endif
-            if (left >= 2) SOME(2) else SOME(1)
-#undef SOME
-          }
-  }
-  for (int64_t i = 0; i < outputs * kernel; i++) of_weights[i] = over_lanes(sums + i * LANES);
-  for (int64_t c = 0; c < outputs; c++) of_bias[c] = over_lanes(bias + c * LANES);
+  for (int64_t c = 0; c < outputs; c++)
+    for (int64_t input = 0; input < inputs; input++)
+      for (int k = 0; k < K * K; k++)
+        of_weights[(c * inputs + input) * K * K + k] = sums[c * kernel + k / K * kernel_line + k % K * inputs + input];
 }
