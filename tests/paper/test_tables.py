@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from quiverfl.cli.reproduce import print_tables
 from quiverfl.config import parse
 from quiverfl.errors import QuiverError
 from quiverfl.paper.reproduce import paper_scores, paper_tables
@@ -21,6 +24,7 @@ from quiverfl.paper.reproduce.paper_figures import by_case, by_method
 from quiverfl.results.protocol import EvaluationProtocol
 from quiverfl.results.run_files import finish, read_run
 from quiverfl.results.summary import summarize
+from quiverfl.results.table_formats import Column, Table, TableCell
 from quiverfl.run_folder import RunFolder
 from quiverfl.sweeps.layout import Places
 from quiverfl.sweeps.plan import Cell
@@ -248,4 +252,29 @@ def test_traits_of_the_ablation_have_columns(tmp_path: Path) -> None:
         ["DFedAvgM-P", "✓", "", "84.69"],
         ["OSGP", "", "✓", "83.14 ± 0.18"],
         ["DFedPGP", "✓", "✓", "85.61 ± 0.05"],
+    ]
+
+
+def test_a_terminal_that_is_too_narrow_has_every_name_beside_every_number() -> None:
+    stages = ("local", "mixed")
+    columns = [Column("method", number=False), *(Column("a number", above=s) for s in stages)]
+    rows = tuple((TableCell(name), *map(TableCell, "12")) for name in ("Local", "DFedPGP"))
+    table = Table("Accuracy", tuple(columns), rows, "A caption.")
+    printed = {}
+    for width in (26, 80):
+        console = Console(width=width, file=io.StringIO(), highlight=False)
+        print_tables(console, [table])
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        assert text.count("A caption.") == 1
+        printed[width] = [" ".join(line.split()) for line in text.splitlines()]
+    assert [line for line in printed[80] if line in ("Local 1 2", "DFedPGP 1 2")] == [
+        "Local 1 2",
+        "DFedPGP 1 2",
+    ]
+    assert [line for line in printed[26] if line[-1:].isdigit()] == [
+        "Local 1",
+        "DFedPGP 1",
+        "Local 2",
+        "DFedPGP 2",
     ]

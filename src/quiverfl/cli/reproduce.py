@@ -190,7 +190,7 @@ def _write(
     console = Console(highlight=False)
     if item.kind != "partition" and not _fit(console, tables):
         tables = per_case(what, item, cells, places, how)
-    _print(console, tables)
+    print_tables(console, tables)
     console.print(f"written: {folder}", markup=False, soft_wrap=True)
 
 
@@ -204,10 +204,15 @@ def _fit(console: Console, tables: Sequence[Table]) -> bool:
     return all(Measurement.get(console, wide, one).maximum <= console.width for one in drawn)
 
 
-def _print(console: Console, tables: Sequence[Table]) -> None:
-    """A caption that several tables share is printed once, below the last of them."""
+def print_tables(console: Console, tables: Sequence[Table]) -> None:
+    """A caption that several tables share is printed once, below the last of them.
+
+    One that is too wide would have no room for names: its parts are printed below each other.
+    """
     from quiverfl.results.table_formats import rich
 
+    cut = [[table] if _fit(console, [table]) else table.parts() for table in tables]
+    tables = [part for parts in cut for part in parts]
     for place, table in enumerate(tables):
         console.print(rich(replace(table, caption=""), caption=False))
         if table.caption not in [later.caption for later in tables[place + 1 :]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
@@ -41,6 +41,18 @@ class Table:
     def spans(self) -> list[tuple[str, int]]:
         """The upper headings and how many columns each spans."""
         return [(k, len(list(v))) for k, v in groupby(column.above for column in self.columns)]
+
+    def parts(self) -> list[Table]:
+        """One table for each upper heading, the names again in each; itself where there is none."""
+        found, begin = [], 0
+        for above, width in self.spans():
+            if above:
+                chosen = [0, *range(begin, begin + width)]
+                columns = tuple(self.columns[place] for place in chosen)
+                rows = tuple(tuple(row[place] for place in chosen) for row in self.rows)
+                found.append(replace(self, columns=columns, rows=rows))
+            begin += width
+        return found or [self]
 
 
 def rich(table: Table, caption: bool = True) -> RichTable:
