@@ -243,6 +243,7 @@ WORK: dict[str, Callable[[Ranks, Path], Any]] = {
 def on_ranks(count: int, works: list[str], folder: Path) -> dict[str, list[Any]]:
     """By name of the work, what every rank found."""
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    said = [folder / f"rank-{rank}.txt" for rank in range(count)]
     crew = [
         subprocess.Popen(
             [sys.executable, __file__, str(folder), *works],
@@ -256,14 +257,17 @@ def on_ranks(count: int, works: list[str], folder: Path) -> dict[str, list[Any]]
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
             },
+            stderr=said[rank].open("w"),
         )
         for rank in range(count)
     ]
     try:
-        assert [process.wait(timeout=900) for process in crew] == [0] * count
+        codes = [process.wait(timeout=900) for process in crew]
     finally:
         for process in crew:
             process.kill()
+    words = [file.read_text()[-2000:] for file in said]
+    assert codes == [0] * count, f"the ranks ended with {codes}: {words}"
     return {
         work: [torch.load(folder / f"{work}-{r}.pt", weights_only=False) for r in range(count)]
         for work in works
