@@ -119,6 +119,41 @@ def test_images_with_other_channels_are_refused_by_pytorch(channels: int) -> Non
 
 
 @needs_compiler
+@pytest.mark.parametrize("padding", [-1, (1, 2), "same", "valid"])
+def test_other_paddings_are_left_to_pytorch(padding: Any) -> None:
+    """Which refuses to crop: a gradient would be read from behind its end."""
+    x = torch.ones(2, 1, 12, 12)
+    assert compiled_layers.can_compute(x, [nn.Conv2d(1, 2, 5, padding=1)])
+    assert not compiled_layers.can_compute(x, [nn.Conv2d(1, 2, 5, padding=padding)])
+
+
+@needs_compiler
+@pytest.mark.parametrize("side", [4, 5])
+def test_images_smaller_than_a_kernel_and_a_pool_are_left_to_pytorch(side: int) -> None:
+    """A second layer's padding would make zeros, and with them an answer, of nothing."""
+    layers = [nn.Conv2d(1, 2, 5), nn.Conv2d(2, 3, 5, padding=3)]
+    assert compiled_layers.can_compute(torch.ones(2, 1, 6, 6), layers)
+    assert not compiled_layers.can_compute(torch.ones(2, 1, 6, side), layers)
+
+
+@needs_compiler
+def test_a_model_that_was_changed_is_pytorchs() -> None:
+    theirs, ours = pair((3, 16, 20), (4, 4), 2)
+    x, _ = samples((3, 16, 20), 3)
+    seen: list[torch.Size] = []
+    for model in (theirs, ours):
+        assert isinstance(model, TwoConvolutions)
+        model.body[1] = nn.MaxPool2d(3, 2, 1)
+    assert torch.equal(ours(x), theirs(x))
+    _, hooked = pair((3, 16, 20), (4, 4), 2)
+    assert isinstance(hooked, TwoConvolutions)
+    for layer in (hooked.body, hooked.body[0]):
+        layer.register_forward_hook(lambda _, given, found: seen.append(found.shape))
+    hooked(x)
+    assert len(seen) == 2
+
+
+@needs_compiler
 def test_a_traced_model_is_pytorchs() -> None:
     _, ours = pair((3, 16, 20), (7, 9), 0)
     x, _ = samples((3, 16, 20), 4)

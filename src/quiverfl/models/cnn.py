@@ -76,13 +76,22 @@ class TwoConvolutions(nn.Module):
         """Whether nobody put another layer in place of one, or a hook on it."""
         layers = list(self.body)[: self._dense]
         kinds = [nn.Conv2d, nn.MaxPool2d, nn.ReLU] * (self._dense // 3) + [nn.Flatten]
-        return [type(layer) for layer in layers] == kinds and not any(map(_has_hooks, layers))
+        if [type(layer) for layer in layers] != kinds:
+            return False
+        return all(map(_pools_pairs, layers)) and not any(map(_has_hooks, (self.body, *layers)))
 
     def _compiled(self, x: Tensor) -> Tensor:
         found = features(x, self._convolutions)
         for layer in list(self.body)[self._dense :]:
             found = layer(found)
         return found
+
+
+def _pools_pairs(layer: nn.Module) -> bool:
+    if not isinstance(layer, nn.MaxPool2d):
+        return True
+    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode)
+    return sizes == (2, 2, 0, 1, False)
 
 
 def _has_hooks(layer: nn.Module) -> bool:

@@ -40,12 +40,15 @@ def can_compute(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> bool:
     if _is_traced() or torch.is_autocast_enabled("cpu"):
         return False
     tensors: list[Any] = [x]
-    channels = x.shape[1] if x.ndim == 4 else None
+    channels, sides = x.shape[1] if x.ndim == 4 else None, list(x.shape[2:])
     for conv in convolutions:
         weight, bias, outputs = conv.weight, conv.bias, conv.out_channels
         if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or not _is_usual(conv):
             return False
         if weight.shape != (outputs, channels, KERNEL, KERNEL) or bias.shape != (outputs,):
+            return False
+        sides = [(side + 2 * int(conv.padding[0]) - KERNEL + 1) // 2 for side in sides]
+        if min(sides) < 1:
             return False
         tensors += [weight, bias]
         channels = outputs
@@ -56,7 +59,10 @@ def can_compute(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> bool:
 
 def _is_usual(conv: nn.Conv2d) -> bool:
     steps = (conv.stride, conv.dilation, conv.groups, conv.padding_mode)
-    return type(conv) is nn.Conv2d and steps == ((1, 1), (1, 1), 1, "zeros")
+    if type(conv) is not nn.Conv2d or steps != ((1, 1), (1, 1), 1, "zeros"):
+        return False
+    sides = conv.padding  # or its name
+    return not isinstance(sides, str) and sides[0] == sides[1] >= 0
 
 
 def features(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> Tensor:
@@ -120,12 +126,12 @@ def _conv_pool_relu_backward(
     library = _library()
     _, channels, height, width, _ = x.shape
     sizes = (channels, len(weight), height, width)
+    room = library.image_room(*_sizes((channels, height, width)))
+    if x.shape[-1] * room >= 2**31:  # places are counted in 32 bits
+        raise QuiverError('images too large for compiled layers: set model.kernels = "torch".')
     work = x.new_empty(library.workspace(*_sizes(sizes)))
     of_weight, of_bias = torch.empty_like(weight), weight.new_empty(len(weight))
-    of_x = None
-    if of_images:
-        room = library.image_room(*_sizes((channels, height, width)))
-        of_x = x.new_empty(len(gradient), room)
+    of_x = x.new_empty(len(gradient), room) if of_images else None
     tensors = (x, weight, gradient, chosen, of_weight, of_bias, of_x, work)
     numbers = (*sizes, len(gradient), *gradient.stride())
     library.conv_pool_relu_backward(*_pointers(*tensors), *_sizes(numbers))
