@@ -17,11 +17,12 @@ from quiverfl.config import parse
 from quiverfl.errors import QuiverError
 from quiverfl.paper.reproduce.catalogue import configs
 from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, load_sweep
+from quiverfl.sweeps.plan import Cell, Sweep, load_sweep
 from quiverfl.sweeps.racing import (
     ONLY_THE_GRAPH,
     Rules,
     contests,
+    fitted,
     paired,
     race,
     rung_round,
@@ -231,3 +232,20 @@ def test_the_command_races_and_resumes(tmp_path: Path) -> None:
     chosen = tomllib.loads(rates.read_text())["overrides"]["fedavg"]["training"]["lr"]
     assert chosen == contest["tries"][0]["point"]["training.lr"]
     assert json.loads(CliRunner().invoke(app, words).stdout) == told
+
+
+def test_rates_decay_over_a_race_as_over_the_runs_they_are_for() -> None:
+    config = parse({"data": {"validation": 0.2}, "training": {"lr": 0.1, "lr_decay": 0.9}})
+    short, long = (config.with_values([("run.rounds", rounds)]) for rounds in (20, 60))
+    plan = Sweep("a race", (Cell(short), Cell(long)), {"rounds": 60})
+    one, other = (cell.config.training for cell in fitted(plan).cells)
+    assert one.lr_decay == pytest.approx(0.9**3)
+    assert one.lr == other.lr == 0.1
+    assert other.lr_decay == pytest.approx(0.9)
+    assert fitted(Sweep("a race", plan.cells, {})).cells == plan.cells
+
+
+@pytest.mark.parametrize("rounds", [0, 1.5, True, "60"])
+def test_rounds_that_are_none_are_refused(rounds: object) -> None:
+    with pytest.raises(QuiverError, match=r"tuning\.rounds = .*number of rounds"):
+        Rules.read({"rounds": rounds})

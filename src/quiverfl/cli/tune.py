@@ -68,9 +68,10 @@ def tune(
     over several cases by their mean. A sweep with a section [tuning] drops the worse tries early,
     repeats close ones with further seeds, and says which choices stay within the noise.
     """
+    from quiverfl.sweeps.racing import fitted
     from quiverfl.sweeps.tuning import as_overrides, tuned
 
-    plan, places = load_sweep(file, choice(methods, seeds, cases, set_)), Places(out)
+    plan, places = fitted(load_sweep(file, choice(methods, seeds, cases, set_))), Places(out)
     tuned(plan.cells, places, stage.value, "last")  # refuses test data before anything runs
     place = where.chosen(
         on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch

@@ -68,6 +68,11 @@ def run_race(
             f"{sum(len(c.tries) for c in found if len(c.methods) == 1)} tries in {begun} runs: "
             f"{rounds:,} rounds; all of them to the end with every seed would be {whole:,}."
         )
+        if rules.rounds is not None:
+            console.print(
+                f"lr_decay is for runs of {rules.rounds} rounds; a shorter race ends with the same "
+                "learning rate."
+            )
         print(alone)
         if together:
             print(f"# The same rates for methods that differ in the graph alone:\n{together}")

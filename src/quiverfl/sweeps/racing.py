@@ -3,18 +3,23 @@
     [tuning]
     rungs = [0.25, 0.5]   # shares of a cell's rounds after which tries are dropped
     keep = 0.34           # the share of the tries that stays at each of them, at least two
+    rounds = 60           # of the runs that the rates are for, if a race has fewer
 
 The race is run with the first seed. Tries that are then within an error of the best are repeated
 with the next seed, and so on until one stands out or the seeds of the sweep are used up; so the
 choice says by itself whether it is inside the noise. Dropped tries keep their checkpoints: the same
 command resumes, and nothing is computed twice (Jamieson and Talwalkar, AISTATS 2016).
+
+A learning rate that decays in a race of 20 rounds as in the first 20 of 60 is judged while it is
+still large, and a decay that is too fast wins. With `rounds` it decays over the whole of a race as
+it will over the whole of a run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +29,7 @@ from quiverfl.errors import QuiverError, nearest
 from quiverfl.results.run_files import RunResult, read_run
 from quiverfl.results.summary import headline, higher_is_better
 from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, Point
+from quiverfl.sweeps.plan import Cell, Point, Sweep
 
 Floats = npt.NDArray[np.float64]
 Run = Callable[[Mapping[str, int], Sequence[Cell]], None]
@@ -39,10 +44,11 @@ that what is left between them is the graph."""
 class Rules:
     rungs: tuple[float, ...] = (0.25, 0.5)
     keep: float = 0.34
+    rounds: int | None = None
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Rules:
-        known = ("rungs", "keep")
+        known = ("rungs", "keep", "rounds")
         for key in written:
             if key not in known:
                 raise QuiverError(f"[tuning] has no key {key!r}; {nearest(key, known)}")
@@ -52,10 +58,27 @@ class Rules:
             raise QuiverError(f"tuning.rungs = {rungs!r}: write shares of the rounds, like [0.25].")
         if not _share(keep):
             raise QuiverError(f"tuning.keep = {keep!r}: it must be between 0 and 1.")
-        return cls(tuple(sorted(set(rungs))), keep)
+        rounds = written.get("rounds")
+        if rounds is not None and (type(rounds) is not int or rounds < 1):
+            raise QuiverError(f"tuning.rounds = {rounds!r}: write a number of rounds, like 60.")
+        return cls(tuple(sorted(set(rungs))), keep, rounds)
 
     def stay(self, tries: int) -> int:
         return min(tries, max(2, math.ceil(self.keep * tries)))
+
+
+def fitted(plan: Sweep) -> Sweep:
+    """The sweep with rates that decay over each race as over the runs they are for."""
+    rounds = Rules.read(plan.tuning or {}).rounds
+    if rounds is None:
+        return plan
+    return replace(plan, cells=tuple(_fitted(cell, rounds) for cell in plan.cells))
+
+
+def _fitted(cell: Cell, rounds: int) -> Cell:
+    config = cell.config
+    decay = config.training.lr_decay ** (rounds / config.run.rounds)
+    return replace(cell, config=config.with_values([("training.lr_decay", decay)]))
 
 
 @dataclass(frozen=True)
