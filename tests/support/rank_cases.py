@@ -20,6 +20,7 @@ import quiverfl as qv
 from quiverfl.distributed.columns import Columns
 from quiverfl.distributed.placement import Placement
 from quiverfl.distributed.rank_checkpoint import GatheredCheckpoints
+from quiverfl.distributed.rank_environment import end_rank
 from quiverfl.distributed.rank_simulation import RankSimulation, federation_of
 from quiverfl.distributed.ranks import RankFailed, Ranks
 from quiverfl.engine.checkpoint import Checkpoint
@@ -283,3 +284,4 @@ def main(folder: Path, works: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    end_rank(0)

@@ -6,6 +6,8 @@ Variables have the names that torchrun gives them.
 from __future__ import annotations
 
 import os
+import sys
+from typing import NoReturn
 
 from quiverfl.errors import QuiverError
 
@@ -35,6 +37,17 @@ def speaks() -> bool:
 def attempt() -> int:
     """How often the ranks were started again after one of them had died."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def end_rank(code: int) -> NoReturn:
+    """End this process at once: everything it had to write is written.
+
+    Threads of torch.distributed that outlive Python's own end may abort a rank that has done all
+    its work ("terminate called without an active exception"), and it would count as failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def patience() -> float:
