@@ -19,7 +19,7 @@ from quiverfl.sweeps.plan import Cell, Choice
 
 RECORDS = Path(__file__).parents[2] / "results"
 PLACES = Places(RECORDS)
-TWO_SEEDS, THREE, FOUR = range(2), range(3), range(4)
+TWO_SEEDS, FOUR = range(2), range(4)
 STAGES = ("local", "mixed")
 
 
@@ -48,12 +48,12 @@ def _rows(text: str) -> str:
 
 
 PAPER, TUNED = (rate_settings(whose, "medium", None) for whose in ("paper", "tuned"))
-FEW = [(*PAPER, f"topology.neighbors={count}") for count in (2, 5)]
+NEIGHBORS = [(*PAPER, f"topology.neighbors={count}") for count in (2, 5)]
 EARLIER = ("overrides.local.training.lr=0.02", "overrides.dispfl.training.lr_decay=0.95")
 LINKS = ("CIFAR-10 Dir-0.3", "20 % of links fail", "50 % of links fail")
 PAIR = ("dfedavgmp", "dfedpgp")
 TABLES = {
-    "Table 1, tuned rates": Runs("table1", Choice(seeds=THREE, values=TUNED)),
+    "Table 1, tuned rates": Runs("table1", Choice(seeds=FOUR, values=TUNED)),
     "Table 1, the paper's rates": Runs("table1", Choice(seeds=TWO_SEEDS, values=PAPER)),
     "unreliable": Runs("unreliable", Choice(seeds=TWO_SEEDS, values=PAPER)),
 }
@@ -63,11 +63,12 @@ RUNS = {
     "unreliable, more seeds": Runs("unreliable", Choice(PAIR, FOUR, LINKS, PAPER)),
     "a smaller rate": Runs("table1", Choice(seeds=TWO_SEEDS, values=("training.lr=0.03",))),
     "an earlier race": Runs("table1", Choice(seeds=TWO_SEEDS, values=(*TUNED, *EARLIER))),
+    "pull": Runs("table1", Choice(seeds=TWO_SEEDS, values=(*PAPER, *graph_settings("pull")))),
     **{
         f"{few[-1]}, {way}": Runs(
             "table1", Choice(seeds=TWO_SEEDS, values=(*few, *graph_settings(way)))
         )
-        for few in FEW
+        for few in NEIGHBORS
         for way in ("push", "pull")
     },
 }
