@@ -71,6 +71,86 @@ def test_outputs_and_gradients_are_pytorchs(
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def bytes_of(image: tuple[int, ...], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images of bytes, factors for each place of a line, and the floats that they are."""
+    draws = torch.Generator().manual_seed(2)
+    raw = torch.randint(0, 256, (count, *image), dtype=torch.uint8, generator=draws)
+    scale, shift = torch.rand(2, image[0], generator=draws) * torch.tensor([[0.02], [-3.0]])
+    # As data/normalize.py, with two roundings.
+    floats = raw.to(torch.float32) * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
+    return raw, scale.repeat(image[2]), shift.repeat(image[2]), floats
+
+
+@needs_compiler
+@pytest.mark.parametrize(("image", "channels", "padding", "count"), SHAPES)
+def test_bytes_are_bit_for_bit_their_floats(
+    image: tuple[int, ...],
+    channels: tuple[int, ...],
+    padding: int,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, ours = pair(image, channels, padding)
+    assert isinstance(ours, TwoConvolutions)
+    assert ours.likes_bytes
+    raw, scale, shift, floats = bytes_of(image, count)
+    y = torch.arange(count) % 5
+    expected = ours(floats), gradients(ours, floats, y)
+    ours.read_bytes(scale, shift)
+    monkeypatch.setattr(nn.Conv2d, "forward", None)  # PyTorch's is not taken
+    for layout in (torch.contiguous_format, torch.channels_last):
+        seen = raw.contiguous(memory_format=layout)
+        assert torch.equal(ours(seen), expected[0])
+        for mine, theirs in zip(gradients(ours, seen, y), expected[1], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@needs_compiler
+def test_bytes_are_pytorchs_where_it_computes() -> None:
+    """A hook, a pass for several clients at once, a model that likes no bytes and is given them."""
+    theirs, ours = pair((3, 16, 20), (4, 4), 2)
+    raw, scale, shift, floats = bytes_of((3, 16, 20), 7)
+    for model in (theirs, ours):
+        assert isinstance(model, TwoConvolutions)
+        model.read_bytes(scale, shift)
+    assert isinstance(theirs, TwoConvolutions)
+    assert not theirs.likes_bytes
+    assert torch.equal(theirs(raw), theirs(floats))
+    torch.testing.assert_close(torch.vmap(ours)(raw[None])[0], ours(floats), rtol=1e-5, atol=1e-5)
+    assert isinstance(ours, TwoConvolutions)
+    ours.body[0].register_forward_hook(lambda *_: None)
+    assert not ours.likes_bytes
+    assert torch.equal(ours(raw), theirs(floats))
+
+
+def test_a_model_with_a_way_of_its_own_is_not_given_bytes() -> None:
+    """A hook that doubles what comes in would double bytes, which end at 255."""
+
+    class Own(TwoConvolutions):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(2 * x)
+
+    given = ((3, 16, 20), 5, (4, 4), (6,), (2, 2), "compiled")
+    assert TwoConvolutions(*given).likes_bytes
+    assert not Own(*given).likes_bytes
+    hooked, patched = TwoConvolutions(*given), TwoConvolutions(*given)
+    hooked.register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    assert not hooked.likes_bytes
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert not patched.likes_bytes
+
+
+@needs_compiler
+def test_bytes_without_factors_or_with_those_of_other_lines_are_left_to_pytorch() -> None:
+    conv = nn.Conv2d(2, 3, 5)
+    raw, factors = torch.zeros(4, 2, 12, 10, dtype=torch.uint8), (torch.ones(20), torch.zeros(20))
+    assert compiled_layers.can_compute(raw, [conv], factors)
+    assert not compiled_layers.can_compute(raw, [conv])
+    assert not compiled_layers.can_compute(raw.transpose(2, 3), [conv], factors)
+    assert not compiled_layers.can_compute(raw[0], [conv], factors)
+    assert not compiled_layers.can_compute(raw, [conv], (torch.ones(20).double(), torch.zeros(20)))
+
+
 @needs_compiler
 def test_the_compiled_pass_is_really_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = pair((3, 32, 32), (6, 16), 0)

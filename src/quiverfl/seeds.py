@@ -17,6 +17,7 @@ Hashes = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
+_ALL = (1 << 64) - 1
 
 
 def stream(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
@@ -33,8 +34,18 @@ def hashed(seed: int, purpose: str, *coordinates: Any) -> Hashes:
     bits: Hashes = np.asarray(np.uint64(start))
     with np.errstate(over="ignore"):
         for coordinate in coordinates:
-            bits = _mix(bits ^ _mix(np.asarray(coordinate).astype(np.uint64) + _GOLDEN))
+            bits = _mix(bits ^ _mixed(coordinate))
     return bits
+
+
+def _mixed(coordinate: Any) -> Any:
+    if not isinstance(coordinate, int) or not -(1 << 63) <= coordinate <= _ALL:
+        return _mix(np.asarray(coordinate).astype(np.uint64) + _GOLDEN)
+    # The same in Python's numbers, which for one of them is ten times as fast.
+    bits = (coordinate + int(_GOLDEN)) & _ALL
+    bits = ((bits ^ (bits >> 30)) * int(_FIRST)) & _ALL
+    bits = ((bits ^ (bits >> 27)) * int(_SECOND)) & _ALL
+    return np.uint64(bits ^ (bits >> 31))
 
 
 def _mix(bits: Any) -> Hashes:

@@ -34,16 +34,27 @@ def test_neighbouring_coordinates_give_unrelated_orders() -> None:
     assert len(np.unique(bits)) == 4096
 
 
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4))
+def test_a_number_is_hashed_as_an_array_of_it_is(coordinates: list[int]) -> None:
+    arrays = [np.array([number]) for number in coordinates]
+    assert hashed(3, "x", *coordinates) == hashed(3, "x", *arrays)[0]
+    assert hashed(3, "x", *coordinates).dtype == np.uint64
+
+
 @given(
     sizes=st.lists(st.integers(1, 23), min_size=1, max_size=5),
     epochs=st.lists(st.integers(0, 3), min_size=5, max_size=5),
     batch=st.one_of(st.none(), st.integers(1, 9)),
+    at_once=st.sampled_from([1, 100, 1 << 16]),
 )
 def test_the_plan_of_many_clients_is_the_batch_order_of_each(
-    sizes: list[int], epochs: list[int], batch: int | None
+    sizes: list[int], epochs: list[int], batch: int | None, at_once: int
 ) -> None:
+    """However many epochs are laid out together: one at a time, some, all."""
     clients = np.arange(len(sizes)) + 7
-    found = plan(3, clients, 2, 1, np.array(epochs[: len(sizes)]), np.array(sizes), batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quiverfl.data.batches.AT_ONCE", at_once)
+        found = plan(3, clients, 2, 1, np.array(epochs[: len(sizes)]), np.array(sizes), batch)
     for place, (client, size) in enumerate(zip(clients, sizes, strict=True)):
         expected = []
         for epoch in range(epochs[place]):

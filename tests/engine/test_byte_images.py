@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import quiverfl as qv
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
 from quiverfl.data.federated import FederatedData
 from quiverfl.data.normalize import Normalize
 from quiverfl.engine.byte_images import SOURCE, ByteImages
 from quiverfl.engine.examples import Examples
+from quiverfl.models.cnn import TwoConvolutions, cnn_small
 from quiverfl.native.library import why_not
 from quiverfl.seeds import hashed
 
@@ -54,6 +57,86 @@ def test_equal_to_the_last_bit(
     assert fast[0].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("name", list(AUGMENTATIONS))
+@pytest.mark.parametrize("compiled", [True, False])
+def test_bytes_are_those_whose_floats_they_would_be(
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("quiverfl.engine.byte_images.why_not", lambda *_: "none here")
+    elif why_not(*SOURCE) is not None:
+        pytest.skip("no C compiler")
+    data = images(AUGMENTATIONS[name])
+    cpu, last = torch.device("cpu"), torch.channels_last
+    floats = Examples(data.train, data, torch.float32, cpu).laid_out(last)
+    bytes_ = Examples(data.train, data, torch.float32, cpu).laid_out(last, as_bytes=True)
+    rows, samples = np.array([2, 0]), np.random.default_rng(1).integers(0, 20, (2, 40))
+    keys = hashed(5, "augment", np.arange(80).reshape(2, 40))
+    raw, _ = bytes_.gather(rows, samples, keys)
+    assert isinstance(raw, torch.Tensor)
+    assert raw.dtype == torch.uint8
+    assert floats.byte_factors is None
+    assert bytes_.byte_factors is not None
+    scale, shift = (factor[:3].view(-1, 1, 1) for factor in bytes_.byte_factors)
+    assert torch.equal(raw.to(torch.float32) * scale + shift, floats.gather(rows, samples, keys)[0])
+
+
+@pytest.mark.skipif(why_not(*SOURCE) is not None, reason=str(why_not(*SOURCE)))
+def test_a_run_on_bytes_is_the_run_on_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, teachers, fine-tuning and evaluation read bytes where the model likes them."""
+    draw = np.random.default_rng(0)
+    pairs = [
+        (draw.integers(0, 256, (20, 3, 16, 16), dtype=np.uint8), draw.integers(0, 4, 20))
+        for _ in range(3)
+    ]
+    data = FederatedData.from_arrays(
+        pairs,
+        pairs,
+        classes=4,
+        prepare=NORMALIZE,
+        augment=replace(CropFlip(), fill=NORMALIZE.black),
+    )
+    kinds: list[torch.dtype] = []
+    forward = TwoConvolutions.forward
+
+    def noted(model: TwoConvolutions, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor:  # and not what stands for it while the model is traced
+            kinds.append(x.dtype)
+        return forward(model, x)
+
+    monkeypatch.setattr(TwoConvolutions, "forward", noted)
+
+    def run(method: qv.Method[Any], graph: qv.Topology) -> list[torch.Tensor]:
+        def model() -> torch.nn.Module:
+            return cnn_small((3, 16, 16), 4, (3, 4), 6, 2, kernels="compiled")
+
+        training = qv.Training(lr=0.1, batch_size=8)
+        task = qv.Task(model, personal=("head",))
+        found = qv.simulate(
+            task, data, method=method, topology=graph, training=training, rounds=2, seed=3
+        )
+        losses = torch.tensor(found.history["loss"].to_numpy())
+        return [
+            losses,
+            *(leaf for client in range(3) for leaf in found.parameters(client).values()),
+        ]
+
+    for method, graph in (
+        (qv.DFedPGP(), qv.random_push(3, neighbors=1)),
+        (qv.MOON(), qv.star(3, 2)),
+        (qv.FedBABU(), qv.star(3, 2)),
+    ):
+        kinds.clear()
+        on_bytes = run(method, graph)
+        assert set(kinds[-20:]) == {torch.uint8}
+        with monkeypatch.context() as patch:
+            patch.setattr(TwoConvolutions, "likes_bytes", False)
+            kinds.clear()
+            on_floats = run(method, graph)
+            assert torch.uint8 not in kinds
+        assert all(map(torch.equal, on_bytes, on_floats))
+
+
 def test_only_where_the_numbers_are_the_same() -> None:
     data = images(CropFlip())
     x, last = data.train.x, torch.channels_last
@@ -61,11 +144,54 @@ def test_only_where_the_numbers_are_the_same() -> None:
     assert ByteImages.of(x, data, torch.float64, last) is None
     assert ByteImages.of(x, data, torch.float32, torch.contiguous_format) is None
     assert ByteImages.of(x.float(), data, torch.float32, last) is None
+    one = replace(data, prepare=Normalize((0.5,), (0.2,)))  # for all three channels
+    assert ByteImages.of(x, one, torch.float32, last) is None
     grey = replace(data, augment=CropFlip(fill=(0.0, 0.0, 0.0)))
     assert ByteImages.of(x, grey, torch.float32, last) is None
     own = replace(data, augment=lambda x, keys: x)
     assert ByteImages.of(x, own, torch.float32, last) is None
     assert ByteImages.of(x, replace(data, prepare=torch.Tensor.float), torch.float32, last) is None
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("count", [1, 5])
+def test_images_lie_in_memory_as_they_do_when_they_are_read_from_disk(
+    channels: int, count: int
+) -> None:
+    """Convolutions choose their way, and so their last bits, by strides, of a single one, too."""
+    draw = np.random.default_rng(0)
+    x = draw.integers(0, 256, (3, 8, channels, 9, 7), dtype=np.uint8)
+    normalize = Normalize((0.5,) * channels, (0.25,) * channels)
+    data = FederatedData.from_arrays(
+        [(part, np.zeros(8, dtype=np.int64)) for part in x],
+        [(part, np.zeros(8, dtype=np.int64)) for part in x],
+        classes=2,
+        prepare=normalize,
+        augment=CropFlip(fill=normalize.black),
+    )
+    cpu, last = torch.device("cpu"), torch.channels_last
+    left = replace(data.train, places=np.arange(24))
+    rows, samples = np.array([1]), np.arange(count)[None]
+    keys = hashed(5, "augment", np.arange(count)[None])
+    here, there = (
+        Examples(split, data, torch.float32, cpu).laid_out(last).gather(rows, samples, keys)[0]
+        for split in (data.train, left)
+    )
+    assert isinstance(here, torch.Tensor)
+    assert isinstance(there, torch.Tensor)
+    assert torch.equal(here, there)
+    assert here.stride() == there.stride()
+
+
+def test_keys_that_do_not_lie_together_are_copied_for_as_long_as_they_are_read() -> None:
+    data = images(CropFlip())
+    found = ByteImages.of(data.train.x, data, torch.float32, torch.channels_last)
+    assert found is not None
+    wide = hashed(5, "augment", np.arange(2 * 3 * 500).reshape(2, 3, 500))
+    places = torch.from_numpy(np.random.default_rng(0).integers(0, 60, (2, 500)))
+    apart, together = wide[:, 1], wide[:, 1].copy()
+    assert not apart.flags.c_contiguous
+    assert torch.equal(found.take(places, apart), found.take(places, together))
 
 
 def test_an_image_that_is_not_there_is_refused() -> None:
@@ -74,4 +200,4 @@ def test_an_image_that_is_not_there_is_refused() -> None:
     assert found is not None
     for place in (-1000, 60):
         with pytest.raises(IndexError):
-            found.take(np.array([0, place]), None)
+            found.take(torch.tensor([[0, place]]), None)

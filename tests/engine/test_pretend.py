@@ -89,7 +89,7 @@ def test_a_copy_inside_the_loop_would_be_seen(monkeypatch: pytest.MonkeyPatch) -
 
     def late(self: Any, picks: Any) -> Any:
         places = picks.places.cpu().to(self._values.device)
-        x, y = self._source.take(stepper.replace(picks, places=places))
+        x, y = self._source.take(picks._replace(places=places))
         return x, y, picks.weights(self._values.dtype)
 
     monkeypatch.setattr(stepper.Stepper, "_gathered", late)

@@ -210,6 +210,22 @@ def test_accounting_by_hand() -> None:
     assert sparse.rounds["sent_bytes"][0] == CLIENTS * 2 * (kept * 8 + -(-53 // 8))
 
 
+def test_how_far_clients_are_apart_by_hand() -> None:
+    """(1/m) Σ ‖z_i - z̄‖² with z = u / μ; without a mass μ is 1."""
+    runs = {
+        "mu": simulate(qv.DFedPGP(shared_epochs=1), PUSH(CLIENTS), rounds=2),
+        None: simulate(qv.DFedAvgM(epochs=1), REGULAR(CLIENTS), rounds=2),
+    }
+    for mass, run in runs.items():
+        states = [run.state(client) for client in range(CLIENTS)]
+        z = torch.stack([torch.cat([leaf.ravel() for leaf in s.u.values()]) for s in states])
+        if mass:
+            z = z / torch.stack([torch.as_tensor(s[mass]) for s in states]).view(-1, 1)
+        apart = (z - z.mean(dim=0)).square().sum() / CLIENTS
+        assert apart > 1e-4
+        assert run.rounds["consensus"].iloc[-1] == pytest.approx(float(apart), rel=1e-12)
+
+
 def test_unequal_epochs_replace_those_of_the_phase_that_is_sent() -> None:
     run = simulate(
         qv.FedRep(personal_epochs=2, shared_epochs=9),

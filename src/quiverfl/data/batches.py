@@ -17,6 +17,8 @@ Integers = npt.NDArray[np.int64]
 
 ADAPT = 1 << 20
 """The phase number of fine-tuning before an evaluation; its round is always 0."""
+AT_ONCE = 1 << 16
+"""Visits that are laid out together, of as many epochs as that makes: fewer calls."""
 
 
 def batch_order(
@@ -81,14 +83,16 @@ def plan(
     steps = epochs * per_epoch
     count, width = int(steps.max(initial=0)), int(batch.max())
     samples = np.zeros((len(clients), count, width), dtype=np.int64)
-    position = np.arange(sizes.max())
+    position, last = np.arange(sizes.max()), int(epochs.max(initial=0))
     inside = position < sizes[:, None]
-    step, slot = position // batch[:, None], position % batch[:, None]
-    for epoch in range(int(epochs.max(initial=0))):
-        visits = _orders(seed, clients, round, phase, epoch, position, inside, batch_size)
-        client, place = np.nonzero(inside & (epoch < epochs)[:, None])
-        at = step[client, place] + epoch * per_epoch[client]
-        samples[client, at, slot[client, place]] = visits[client, place]
+    some = max(1, AT_ONCE // inside.size)
+    for begin in range(0, last, some):
+        number = np.arange(begin, min(begin + some, last))
+        visits = _orders(seed, clients, round, phase, number, position, inside, batch_size)
+        taken = inside[:, None, :] & (number < epochs[:, None])[:, :, None]
+        client, epoch, place = np.nonzero(taken)
+        at = place // batch[client] + (begin + epoch) * per_epoch[client]
+        samples[client, at, place % batch[client]] = visits[taken]
     counts = _counts(steps, sizes, batch, per_epoch)
     whole = Plan(samples, counts, np.arange(count) // per_epoch[:, None], steps)
     return whole if at_most is None else whole.first(at_most)
@@ -131,13 +135,16 @@ def _orders(
     clients: Integers,
     round: int,
     phase: int,
-    epoch: int,
+    epochs: Integers,
     position: Integers,
     inside: npt.NDArray[np.bool_],
     batch_size: int | None,
 ) -> Integers:
+    """[clients, epochs, positions]; what is not inside comes last."""
     if batch_size is None:
-        return np.broadcast_to(position, inside.shape)
-    keys = hashed(seed, "batches", clients[:, None], round, phase, epoch, position)
-    keys[~inside] = np.iinfo(np.uint64).max
-    return np.argsort(keys, axis=1, kind="stable")
+        return np.broadcast_to(position, (len(clients), len(epochs), len(position)))
+    among = (clients[:, None, None], round, phase, epochs[:, None], position)
+    keys = hashed(seed, "batches", *among)
+    if not inside.all():
+        keys[~np.broadcast_to(inside[:, None], keys.shape)] = np.iinfo(np.uint64).max
+    return np.argsort(keys, axis=2, kind="stable")

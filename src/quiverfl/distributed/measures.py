@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from quiverfl.distributed.columns import Columns
 from quiverfl.distributed.placement import Placement
 from quiverfl.distributed.ranks import Ranks
-from quiverfl.engine.accounting import consensus_width
+from quiverfl.engine.accounting import consensus_width, squared_distance
 from quiverfl.engine.gradients import full_gradient
 from quiverfl.engine.mixing import NARROWEST
 from quiverfl.engine.settings import RunSettings
@@ -61,13 +62,8 @@ class Measures:
 
     def _consensus(self, shared: Tensor, mass: Tensor | None) -> float:
         width = consensus_width(self.placement.clients, shared.element_size())
-
-        def apart(z: Tensor) -> Tensor:
-            if mass is not None:
-                z = z / mass.to(z.dtype).unsqueeze(1)
-            return torch.var(z, dim=0, correction=0).sum(dtype=torch.float64)
-
         nothing = torch.zeros((), dtype=torch.float64)
+        apart = partial(squared_distance, mass=mass)
         return float(self.columns.summed(shared, width, apart, nothing))
 
     def _gradients(self, shard: RankShard, mass: Tensor | None) -> dict[str, float]:

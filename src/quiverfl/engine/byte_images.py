@@ -1,5 +1,7 @@
 """Byte images with their channels last: gathered, cropped, flipped and normalised in one go.
 
+For a model that normalises bytes by itself they stay bytes.
+
 Convolutions on a CPU are fastest with this layout. A row of a cut is one copy, and what is moved
 are bytes, a quarter of the memory; the result is bit for bit what `prepare` and `augment` give. One
 compiled pass does all of it where there is a C compiler, a few of NumPy's and PyTorch's elsewhere.
@@ -8,6 +10,8 @@ compiled pass does all of it where there is a C compiler, a few of NumPy's and P
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +26,6 @@ from quiverfl.seeds import Hashes
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
-Booleans = npt.NDArray[np.bool_]
 
 SOURCE = ("byte_images", "-ffp-contract=off")
 
@@ -30,7 +33,9 @@ SOURCE = ("byte_images", "-ffp-contract=off")
 class ByteImages:
     """Images [n, channels, height, width] of one split: a copy of their bytes with a black rim."""
 
-    def __init__(self, x: Tensor, normalize: Normalize, augment: CropFlip | None) -> None:
+    def __init__(
+        self, x: Tensor, normalize: Normalize, augment: CropFlip | None, as_bytes: bool = False
+    ) -> None:
         self._draws, self._side = augment, 0 if augment is None else augment.padding
         count, channels, height, width = x.shape
         self._shape = (height, width, channels)
@@ -45,57 +50,80 @@ class ByteImages:
             strides=padded.strides[:3],
         )
         # One number for each place of a row: a channel at a time is many times slower.
-        scale, shift = normalize.factors(255.0)
-        self._scale, self._shift = scale.repeat(width), shift.repeat(width)
+        scale, shift = (factor.repeat(width) for factor in normalize.factors(255.0))
+        self.factors, self.as_bytes = (scale, shift), as_bytes
         self._compiled = why_not(*SOURCE) is None  # the bits are the same
+        self._kind = torch.uint8 if as_bytes else torch.float32
+        self._at = (*(() if as_bytes else (scale.data_ptr(), shift.data_ptr())), padded.ctypes.data)
+        flips = augment is not None and augment.flip
+        self._sizes = (*padded.shape, self._side, flips)
 
     @classmethod
     def of(
-        cls, x: Tensor, data: FederatedData, dtype: torch.dtype, layout: torch.memory_format
+        cls,
+        x: Tensor,
+        data: FederatedData,
+        dtype: torch.dtype,
+        layout: torch.memory_format,
+        as_bytes: bool = False,
     ) -> ByteImages | None:
         """None where they are prepared or augmented in another way, or wanted otherwise."""
         normalize, augment = data.prepare, data.augment
         wanted = dtype == torch.float32 and layout == torch.channels_last
         if not wanted or x.dtype != torch.uint8 or x.ndim != 4 or x.device.type != "cpu":
             return None
-        if type(normalize) is not Normalize or not isinstance(augment, CropFlip | None):
+        if type(normalize) is not Normalize or len(normalize.mean) != x.shape[1]:
+            return None
+        if augment is not None and type(augment) is not CropFlip:
             return None
         if augment is not None and augment.fill != normalize.black:
             return None  # padding with bytes of 0 is padding with what black becomes
-        return cls(x, normalize, augment)
+        return cls(x, normalize, augment, as_bytes)
 
-    def take(self, places: Integers, keys: Hashes | None) -> Tensor:
-        """These images, ready for the model; augmented where there are keys."""
-        if self._draws is None or keys is None:
-            middle = np.full(len(places), self._side)
-            down, right, flips = middle, middle, np.zeros(len(places), dtype=bool)
-        else:
-            down, right, flips = self._draws.draws(keys.ravel())
+    def take(self, places: Tensor, keys: Hashes | None) -> Tensor:
+        """The images at these places [k, n], ready for the model, or their bytes: [k, n, …].
+
+        They are augmented where there are keys.
+        """
+        keys = None if self._draws is None else keys
         taken = self._at_once if self._compiled else self._in_passes
-        return taken(places, down, right, flips).permute(0, 3, 1, 2)
+        found = taken(places, keys).permute(0, 3, 1, 2)
+        return found.view(*places.shape, *found.shape[1:])
 
-    def _at_once(
-        self, places: Integers, down: Integers, right: Integers, flips: Booleans
-    ) -> Tensor:
-        if len(places) and not 0 <= places.min() <= places.max() < len(self._padded):
+    def _at_once(self, places: Tensor, keys: Hashes | None) -> Tensor:
+        places = places.to(torch.int64).contiguous()
+        found = torch.empty((places.numel(), *self._shape), dtype=self._kind)
+        if keys is not None:
+            keys = np.ascontiguousarray(keys)
+        bits = None if keys is None else keys.ctypes.data
+        wanted = places.data_ptr(), bits, places.numel()
+        if not self._call(found.data_ptr(), *self._at, *wanted, *self._sizes):
             raise IndexError(f"there are {len(self._padded)} images")
-        found = torch.empty(len(places), *self._shape)
-        whole = [np.ascontiguousarray(part, dtype=np.int64) for part in (places, down, right)]
-        arrays = (self._padded, *whole, np.ascontiguousarray(flips, dtype=np.uint8))
-        pointers = [array.ctypes.data for array in arrays]
-        pointers += [tensor.data_ptr() for tensor in (self._scale, self._shift, found)]
-        sizes = (len(places), *self._padded.shape[1:3], *self._shape)
-        load(*SOURCE).crops(*map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, sizes))
         return found
 
-    def _in_passes(
-        self, places: Integers, down: Integers, right: Integers, flips: Booleans
-    ) -> Tensor:
-        images = self._cut(places, down, right[:, None])
+    @cached_property
+    def _call(self) -> Any:
+        """The compiled pass."""
+        library = load(*SOURCE)
+        found = library.cuts if self.as_bytes else library.crops
+        pointers = 4 if self.as_bytes else 6
+        found.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * 7
+        return found
+
+    def _in_passes(self, places: Tensor, keys: Hashes | None) -> Tensor:
+        down = right = np.full(places.numel(), self._side)
+        flips = np.zeros(places.numel(), dtype=bool)
+        if keys is not None and self._draws is not None:
+            down, right, flips = self._draws.draws(keys.ravel())
+        images = self._cut(places.numpy().ravel(), down, right[:, None])
         flipped = np.flatnonzero(flips)
         images[flipped] = torch.from_numpy(images[flipped]).flip(2).numpy()
-        rows = torch.from_numpy(images).view(-1, len(self._scale)).to(torch.float32)
-        return rows.mul_(self._scale).add_(self._shift).view(images.shape)
+        found = torch.from_numpy(images)
+        if not self.as_bytes:
+            scale, shift = self.factors
+            rows = found.view(-1, len(scale)).to(torch.float32)
+            found = rows.mul_(scale).add_(shift)
+        return found.view(-1, *self._shape)
 
     def _cut(self, places: Integers, down: Integers, right: Integers) -> Bytes:
         """[n, height, width, channels], so far down and to the right in the padded images."""

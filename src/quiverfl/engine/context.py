@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,10 @@ class PhaseContext:
 
     def __post_init__(self) -> None:
         self._template = Program.of(self.task, self.dtype, self.device)
+        factors = self.examples.byte_factors
+        if factors is not None:
+            reader: Any = self._template.module
+            reader.read_bytes(*factors)
 
     def draw_keys(self, clients: Integers, place: Place, step: int) -> Tensor | None:
         """What the clients' models draw from in a step, [clients], on the CPU; None if they draw

@@ -55,16 +55,26 @@ class Examples:
         self._format = torch.contiguous_format
         self._read = 0
 
-    def laid_out(self, image_format: torch.memory_format) -> Examples:
-        """The same, which hands images over in this format; numbers do not depend on it."""
+    def laid_out(self, image_format: torch.memory_format, as_bytes: bool = False) -> Examples:
+        """The same, which hands images over in this format; numbers do not depend on it.
+
+        `as_bytes`: they stay bytes where they can; the model must then be told `byte_factors`.
+        """
         self._format = image_format
         if self._split.places is None:
-            self._images = self._as_images(self._split.x)
+            self._images = self._as_images(self._split.x, as_bytes)
         return self
 
-    def _as_images(self, x: Tree) -> ByteImages | None:
-        one = isinstance(x, Tensor)
-        return ByteImages.of(x, self._data, self._dtype, self._format) if one else None
+    def _as_images(self, x: Tree, as_bytes: bool = False) -> ByteImages | None:
+        form = (self._dtype, self._format, as_bytes)
+        return ByteImages.of(x, self._data, *form) if isinstance(x, Tensor) else None
+
+    @property
+    def byte_factors(self) -> tuple[Tensor, Tensor] | None:
+        """What the model has to multiply by and to add, for each place of a line, if it is handed
+        bytes."""
+        found = self._images
+        return found.factors if found is not None and found.as_bytes else None
 
     @property
     def sizes(self) -> Integers:
@@ -102,13 +112,14 @@ class Examples:
         def shaped(leaf: Tensor) -> Tensor:
             return leaf.view(*picks.places.shape, *leaf.shape[1:])
 
+        y = mapped(lambda leaf: shaped(taken(leaf)), self._split.y)
         if self._images is not None:
-            x: Tree = self._images.take(places.numpy(), picks.keys)
-        elif picks.elsewhere is not None:
+            return self._images.take(picks.places, picks.keys), y
+        if picks.elsewhere is not None:
             x = self._fetched(picks.elsewhere, picks)
         else:
             x = self._ready(mapped(taken, self._split.x), picks)
-        return mapped(shaped, x), mapped(lambda leaf: shaped(taken(leaf)), self._split.y)
+        return mapped(shaped, x), y
 
     def _fetched(self, places: Integers, picks: Picks) -> Tree:
         """From where the inputs lie."""
@@ -116,7 +127,7 @@ class Examples:
         raw = mapped(lambda leaf: self._rows(leaf, index), self._split.x)
         images = self._as_images(raw)
         if images is not None:
-            return images.take(np.arange(len(places)), picks.keys)
+            return images.take(torch.arange(len(places))[None], picks.keys)[0]
         return self._ready(mapped(lambda leaf: leaf.to(self._device), raw), picks)
 
     def _rows(self, leaf: Tensor, index: Tensor) -> Tensor:

@@ -35,20 +35,29 @@ class Descent:
     def step(self, gradient: Tensor) -> None:
         """Move the first k clients along their gradients [k, size], which are used up."""
         k = len(gradient)
-        values = self.values[:k]
-        decay = self.training.weight_decay
-        if self.training.clip_norm is not None:
+        here = self if k == len(self.values) else self._first(k)
+        here._move(gradient)
+
+    def _first(self, k: int) -> Descent:
+        rates = tuple((part, rate[:k]) for part, rate in self.rates)
+        buffers = {name: buffer[:k] for name, buffer in self.buffers.items()}
+        return Descent(self.values[:k], rates, self.training, buffers)
+
+    def _move(self, gradient: Tensor) -> None:
+        training, decay = self.training, self.training.weight_decay
+        if training.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-            gradient.mul_(norm.reciprocal().mul_(self.training.clip_norm).clamp_(max=1))
-        if decay and self.training.optimizer == "adamw":
+            gradient.mul_(norm.reciprocal().mul_(training.clip_norm).clamp_(max=1))
+        if decay and training.optimizer == "adamw":
             for part, rate in self.rates:
-                values[:, part].mul_(1 - rate[:k] * decay)
+                self.values[:, part].mul_(1 - rate * decay)
         elif decay:
-            gradient.add_(values, alpha=decay)
-        some = {name: buffer[:k] for name, buffer in self.buffers.items()}
-        direction = DIRECTIONS[self.training.optimizer](gradient, some, self.training)
+            gradient.add_(self.values, alpha=decay)
+        direction = DIRECTIONS[training.optimizer](gradient, self.buffers, training)
         for part, rate in self.rates:
-            values[:, part].addcmul_(direction[:, part], rate[:k], value=-1)
+            whole = part == slice(None)  # a view costs as much as a small step
+            here, there = (t if whole else t[:, part] for t in (self.values, direction))
+            here.addcmul_(there, rate, value=-1)
 
 
 def fresh_buffers(training: Training, values: Tensor) -> Buffers:

@@ -7,7 +7,7 @@ piece of it; so that of a whole phase is moved together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ from quiverfl.transforms.noise import Noise
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Picks:
+class Picks(NamedTuple):
     """One batch of stacked clients."""
 
     places: Tensor
@@ -54,8 +53,7 @@ def moved(picks: Iterable[Picks], device: torch.device) -> Iterable[Picks]:
     kinds = zip(*(one.cuts for one in every), strict=True)
     cuts = list(zip(*(_together(kind, device) for kind in kinds), strict=True))
     return [
-        replace(
-            one,
+        one._replace(
             places=there,
             inside=None if one.inside is None else next(insides),
             draws=None if one.draws is None else next(draws),
@@ -76,7 +74,7 @@ def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def padding(counts: Integers, among: Integers) -> Tensor | None:
     """Which samples count, up to the largest number `among` them; None where nobody is padded."""
     width = int(among.max())
-    if (among == width).all():
+    if len(among) == 1 or (among == width).all():
         return None
     return torch.from_numpy(np.arange(width) < counts[:, None])
 

@@ -77,8 +77,9 @@ class Shard:
         self._one_by_one = self._executor.name == "sequential" and where.type == "cpu"
         self._home = torch.device("cpu") if settings.states == "host" else where
         layout = self._executor.image_format
-        examples = examples.laid_out(layout)
-        self._test = Examples(data.test, data, settings.dtype, where).laid_out(layout)
+        examples = examples.laid_out(layout, getattr(task.skeleton, "likes_bytes", False))
+        as_bytes = examples.byte_factors is not None
+        self._test = Examples(data.test, data, settings.dtype, where).laid_out(layout, as_bytes)
         self.context = PhaseContext(
             task,
             examples,

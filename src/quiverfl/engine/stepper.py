@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +42,7 @@ class Source(Protocol):
     def take(self, picks: Picks) -> tuple[Tree, Tree]: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """One step's samples [k, width] of the first k clients; `counts` of them count.
 
     `among` are the counts of everybody in the company who takes this step: the width is the
@@ -144,7 +142,7 @@ class Stepper:
     def _picked(self, rows: Integers, batch: Batch) -> Picks:
         picks = self._source.pick(rows[: len(batch.counts)], batch.samples, batch.keys)
         inside = padding(batch.counts, batch.among)
-        return replace(picks, inside=inside, draws=batch.draws, noise=batch.noise)
+        return picks._replace(inside=inside, draws=batch.draws, noise=batch.noise)
 
     def step(self, feed: Feed) -> None:
         """As many steps on this batch as the phase repeats it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -150,19 +149,23 @@ class _Way:
         return self.group.rows[self.order]
 
     def each_batch(self) -> Iterator[Batch]:
-        return map(self.batch, range(int(self.batches.steps.max())))
-
-    def batch(self, step: int) -> Batch:
-        """The samples of those who still have batches: the first k."""
-        k = int(np.count_nonzero(self.batches.steps > step))
-        some = self.order[:k]
-        counts = self.batches.counts[some, step]
-        among = self.among[self.among[:, step] > 0, step]
-        width = int(among.max())
-        samples = _wide(self.batches.samples[some, step], width)
-        keys = None if self._keys is None else _wide(self._keys[:k, step], width)
-        draws = self.trainer.context.draw_keys(self.group.ids[some], self.place, step)
-        return Batch(samples, counts, keys, among, draws, self._noise(some, step))
+        """Step by step, the samples of those who still have batches: the first k."""
+        context, steps = self.trainer.context, np.arange(int(self.batches.steps.max()))
+        clients = np.count_nonzero(self.batches.steps[:, None] > steps, axis=0).tolist()
+        widths = self.among.max(axis=0).tolist()
+        counts, samples = self.batches.counts[self.order], self.batches.samples[self.order]
+        keys, samples = (_wide(each, max(widths)) for each in (self._keys(samples), samples))
+        # Others of the company may take more steps than those here.
+        for step, (k, width) in enumerate(zip(clients, widths, strict=False)):
+            some, among = self.order[:k], self.among[:, step]
+            yield Batch(
+                samples[:k, step, :width],
+                counts[:k, step],
+                None if keys is None else keys[:k, step, :width],
+                among[among > 0],
+                context.draw_keys(self.group.ids[some], self.place, step),
+                self._noise(some, step),
+            )
 
     def _noise(self, some: Integers, step: int) -> Noise | None:
         """What is sent is private, not what a model is tuned by before it is evaluated."""
@@ -172,14 +175,12 @@ class _Way:
         purpose = f"dp_sgd {place.number} {step}"
         return Noise(context.seed, purpose, place.round, self.group.ids[some], context.secret)
 
-    @cached_property
-    def _keys(self) -> Hashes | None:
+    def _keys(self, samples: Integers) -> Hashes | None:
         """What augmentation draws from, for every visit of the phase; at once, as it is cheaper."""
         context, place = self.trainer.context, self.place
         if not context.examples.augmented:
             return None
         epochs = self.batches.epochs[self.order][:, :, None]
-        samples = self.batches.samples[self.order]
         ids = self.group.ids[self.order][:, None, None]
         return sample_keys(context.seed, ids, place.round, place.number, epochs, samples)
 
@@ -314,12 +315,12 @@ def _reached(point: Point, steps: Integers, training: Training, place: Place) ->
     return Trained(*point, steps=taken, rate=rate, reach=reach, share=share)
 
 
-def _wide(samples: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
-    """Cut or padded with the client's first sample, as all padding is."""
-    if width <= samples.shape[1]:
-        return samples[:, :width]
-    padded = np.zeros((len(samples), width), samples.dtype)  # np.pad takes ten times as long
-    padded[:, : samples.shape[1]] = samples
+def _wide(samples: Any, width: int) -> Any:
+    """At least so wide, padded with the client's first sample, as all padding is."""
+    if samples is None or width <= samples.shape[2]:
+        return samples
+    padded = np.zeros((*samples.shape[:2], width), samples.dtype)  # np.pad takes longer
+    padded[:, :, : samples.shape[2]] = samples
     return padded
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from quiverfl.errors import QuiverError
-from quiverfl.models.compiled_layers import KERNEL, can_compute, features
+from quiverfl.models.compiled_layers import KERNEL, Factors, can_compute, features
 
 LENET_SIDE = 32
 
@@ -23,6 +24,8 @@ which is faster where layers have few channels, and needs a C compiler."""
 
 class TwoConvolutions(nn.Module):
     """Convolution, pool, ReLU, twice; dense layers; the classifier."""
+
+    _factors: Factors | None = None
 
     def __init__(
         self,
@@ -59,8 +62,24 @@ class TwoConvolutions(nn.Module):
         self.head = nn.Linear(numbers, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self._compiled(x) if self._compiles(x) else self.body(x))
+        if self._compiles(x):
+            logits: Tensor = self.head(self._compiled(x))
+            return logits
+        if self._factors is not None and x.dtype == torch.uint8:
+            scale, shift = (factor[: x.shape[1]].view(-1, 1, 1) for factor in self._factors)
+            x = x.to(scale.dtype) * scale + shift
+        logits = self.head(self.body(x))
         return logits
+
+    @property
+    def likes_bytes(self) -> bool:
+        """Whether images of bytes, which the first layer normalises, are faster than floats."""
+        own = "forward" in vars(self) or type(self).forward is not TwoConvolutions.forward
+        return self.kernels == "compiled" and self._is_as_built and not own and not _has_hooks(self)
+
+    def read_bytes(self, scale: Tensor, shift: Tensor) -> None:
+        """From now on images may be bytes: multiplied and shifted so, for each place of a line."""
+        self._factors = scale, shift
 
     @property
     def _convolutions(self) -> list[nn.Conv2d]:
@@ -69,7 +88,7 @@ class TwoConvolutions(nn.Module):
     def _compiles(self, x: Tensor) -> bool:
         if self.kernels != "compiled" or not self._is_as_built:
             return False
-        return can_compute(x, self._convolutions)
+        return can_compute(x, self._convolutions, self._factors)
 
     @property
     def _is_as_built(self) -> bool:
@@ -81,7 +100,7 @@ class TwoConvolutions(nn.Module):
         return all(map(_pools_pairs, layers)) and not any(map(_has_hooks, (self.body, *layers)))
 
     def _compiled(self, x: Tensor) -> Tensor:
-        found = features(x, self._convolutions)
+        found = features(x, self._convolutions, self._factors)
         for layer in list(self.body)[self._dense :]:
             found = layer(found)
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from quiverfl.native.library import load, why_not
 SOURCE = ("conv_pool_relu", "-ffp-contract=fast")
 KERNEL = 5
 
+Factors = tuple[Tensor, Tensor]
+"""What bytes are multiplied by and what is added then, for each place of a line of an image."""
+
 
 def check_compiler() -> None:
     """Refuse to train where nothing can be compiled: it would be slower, and other bits, unseen."""
@@ -31,16 +34,26 @@ def check_compiler() -> None:
         raise QuiverError(f'model.kernels = "compiled": {reason} Or set model.kernels = "torch".')
 
 
-def can_compute(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> bool:
+def can_compute(
+    x: Tensor, convolutions: Sequence[nn.Conv2d], factors: Factors | None = None
+) -> bool:
     """Whether these are plain batches on a CPU in float32, and nobody asks for their gradient.
+
+    Or in bytes, where there are factors for lines as long as theirs.
 
     What is exported, traced or computed for several clients by vmap has no memory of its own. A
     trained model is used on machines without a compiler, too. What does not fit PyTorch refuses.
     """
     if _is_traced() or torch.is_autocast_enabled("cpu"):
         return False
-    tensors: list[Any] = [x]
     channels, sides = x.shape[1] if x.ndim == 4 else None, list(x.shape[2:])
+    tensors: list[Any] = [x]
+    if factors is not None and x.dtype == torch.uint8:
+        if channels is None or {len(factor) for factor in factors} != {channels * sides[1]}:
+            return False
+        tensors = [*factors]
+        if x.device.type != "cpu":
+            return False
     for conv in convolutions:
         weight, bias, outputs = conv.weight, conv.bias, conv.out_channels
         if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or not _is_usual(conv):
@@ -54,7 +67,7 @@ def can_compute(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> bool:
         channels = outputs
     usual = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
     plain = not x.requires_grad and not any(t.is_neg() for t in tensors)
-    return usual and plain and _in_memory(tensors) and why_not(*SOURCE) is None
+    return usual and plain and _in_memory([x, *tensors]) and why_not(*SOURCE) is None
 
 
 def _is_usual(conv: nn.Conv2d) -> bool:
@@ -65,26 +78,50 @@ def _is_usual(conv: nn.Conv2d) -> bool:
     return not isinstance(sides, str) and sides[0] == sides[1] >= 0
 
 
-def features(x: Tensor, convolutions: Sequence[nn.Conv2d]) -> Tensor:
+def features(
+    x: Tensor, convolutions: Sequence[nn.Conv2d], factors: Factors | None = None
+) -> Tensor:
     """Images [n, channels, height, width] through all of them, flattened: [n, features]."""
     paddings = [int(conv.padding[0]) for conv in convolutions]
     tensors = [tensor for conv in convolutions for tensor in (conv.weight, conv.bias)]
-    return _features(x, paddings, *tensors)
+    return _features(x, factors if x.dtype == torch.uint8 else None, paddings, *tensors)
+
+
+class _Images(NamedTuple):
+    """What the first layer is given."""
+
+    numbers: Tensor
+    """[n, height, width, channels], floats or bytes."""
+    side: int
+    """How many zeros are put around them on every side."""
+    factors: Sequence[Tensor | None] = (None, None)
+    """Of bytes."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of one, with its zeros: channels, height, width."""
+        _, height, width, channels = self.numbers.shape
+        return channels, height + 2 * self.side, width + 2 * self.side
 
 
 class _Convolutions(torch.autograd.Function):
     """One function for all layers: gradients pass between them in an order of their own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, paddings: Sequence[int], *tensors: Tensor) -> Tensor:
-        found, kept = _batch_innermost(x), []
+    def forward(
+        ctx: Any, x: Tensor, factors: Factors | None, paddings: Sequence[int], *tensors: Tensor
+    ) -> Tensor:
+        pixels = x.permute(0, 2, 3, 1).contiguous()  # as it lies where channels are last
+        kept = [pixels, *(factors or (None, None))]
+        found: Tensor | _Images = _Images(pixels, paddings[0], factors or (None, None))
         for side, weight, bias in zip(paddings, tensors[::2], tensors[1::2], strict=True):
-            if side:
-                found = functional.pad(found, (0, 0, side, side, side, side))
+            if isinstance(found, Tensor):
+                found = functional.pad(found, (0, 0, side, side, side, side)) if side else found
+                kept.append(found)
             weight = weight.contiguous()
-            out, chosen = _conv_pool_relu(found, weight, bias.contiguous())
-            kept += [found, weight, chosen]
-            found = out
+            found, chosen = _conv_pool_relu(found, weight, bias.contiguous())
+            kept += [weight, chosen]
+        assert isinstance(found, Tensor)
         ctx.save_for_backward(*kept)
         ctx.paddings, ctx.out = paddings, found.shape[1:4]
         return _batch_outermost(found)[: len(x)]
@@ -93,47 +130,63 @@ class _Convolutions(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0].resolve_neg().view(-1, *ctx.out)  # in whatever order it lies
-        saved = ctx.saved_tensors
+        pixels, scale, shift, *saved = ctx.saved_tensors
+        layers = [_Images(pixels, ctx.paddings[0], (scale, shift)), *saved]
         found: list[Tensor | None] = []
         for layer in reversed(range(len(ctx.paddings))):
-            x, weight, chosen = saved[3 * layer : 3 * layer + 3]
-            of_x, *of_layer = _conv_pool_relu_backward(gradient, x, weight, chosen, layer > 0)
+            x, weight, chosen = layers[3 * layer : 3 * layer + 3]
+            of_x, *of_layer = _conv_pool_relu_backward(gradient, x, weight, chosen)
             found = [*of_layer, *found]
             if of_x is not None:
                 side = ctx.paddings[layer]
-                gradient = of_x[..., side : x.shape[2] - side, side : x.shape[3] - side]
-        return (None, None, *found)
+                gradient = of_x[..., side : of_x.shape[2] - side, side : of_x.shape[3] - side]
+        return (None, None, None, *found)
 
 
 _features: Callable[..., Tensor] = _Convolutions.apply
 
 
-def _conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [blocks, channels, height, width, lanes]; and which pixel of each pool was chosen."""
-    blocks, channels, height, width, lanes = x.shape
+def _conv_pool_relu(x: Tensor | _Images, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, outputs, high, wide, lanes]; and which pixel of each pool was chosen.
+
+    Of [blocks, channels, height, width, lanes], or of images.
+    """
+    library = _library()
+    channels, height, width = x.shape if isinstance(x, _Images) else x.shape[1:4]
+    lanes = int(library.lanes())
+    blocks = len(x) if isinstance(x, Tensor) else -(-len(x.numbers) // lanes)
     outputs, high, wide = len(weight), (height - KERNEL + 1) // 2, (width - KERNEL + 1) // 2
-    out = x.new_empty(blocks, outputs, high, wide, lanes)
-    chosen = x.new_empty(out.shape, dtype=torch.uint8)
-    sizes = (channels, outputs, height, width, blocks)
-    _library().conv_pool_relu(*_pointers(x, weight, bias, out, chosen), *_sizes(sizes))
+    out = weight.new_empty(blocks, outputs, high, wide, lanes)
+    chosen = out.new_empty(out.shape, dtype=torch.uint8)
+    sizes, rest = (channels, outputs, height, width), (weight, bias, out, chosen)
+    if isinstance(x, Tensor):
+        library.conv_pool_relu(*_pointers(x, *rest), *_sizes((*sizes, blocks)))
+        return out, chosen
+    work = out.new_empty(library.first_workspace(*_sizes((channels, height, width))))
+    pointers = _pointers(x.numbers, *x.factors, *rest, work)
+    library.first_conv_pool_relu(*pointers, *_sizes((*sizes, x.side, len(x.numbers))))
     return out, chosen
 
 
 def _conv_pool_relu_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, chosen: Tensor, of_images: bool
+    gradient: Tensor, x: Tensor | _Images, weight: Tensor, chosen: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Of x, if that is asked for, of the weight and of the bias, from [n, outputs, high, wide]."""
+    """Of x unless it is images, of the weight and of the bias, from [n, outputs, high, wide]."""
     library = _library()
-    _, channels, height, width, _ = x.shape
+    channels, height, width = x.shape if isinstance(x, _Images) else x.shape[1:4]
     sizes = (channels, len(weight), height, width)
     room = library.image_room(*_sizes((channels, height, width)))
-    if x.shape[-1] * room >= 2**31:  # places are counted in 32 bits
+    if chosen.shape[-1] * room >= 2**31:  # places are counted in 32 bits
         raise QuiverError('images too large for compiled layers: set model.kernels = "torch".')
-    work = x.new_empty(library.workspace(*_sizes(sizes)))
+    work = weight.new_empty(library.workspace(*_sizes(sizes)))
     of_weight, of_bias = torch.empty_like(weight), weight.new_empty(len(weight))
-    of_x = x.new_empty(len(gradient), room) if of_images else None
-    tensors = (x, weight, gradient, chosen, of_weight, of_bias, of_x, work)
-    numbers = (*sizes, len(gradient), *gradient.stride())
+    of_x: Tensor | None = None
+    if isinstance(x, _Images):
+        given, side = (None, x.numbers, *x.factors), x.side
+    else:
+        given, side, of_x = (x, None, None, None), 0, weight.new_empty(len(gradient), room)
+    tensors = (*given, weight, gradient, chosen, of_weight, of_bias, of_x, work)
+    numbers = (*sizes, side, len(gradient), *gradient.stride())
     library.conv_pool_relu_backward(*_pointers(*tensors), *_sizes(numbers))
     if of_x is not None:
         images = of_x[:, : height * width * channels].view(-1, height, width, channels)
@@ -144,20 +197,9 @@ def _conv_pool_relu_backward(
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = load(*SOURCE)
-    library.workspace.restype = library.image_room.restype = ctypes.c_int64
+    for function in (library.workspace, library.first_workspace, library.image_room):
+        function.restype = ctypes.c_int64
     return library
-
-
-def _batch_innermost(x: Tensor) -> Tensor:
-    """[n, channels, height, width] as [blocks, channels, height, width, lanes] and zeros."""
-    count, channels, height, width = x.shape
-    pixels = x.permute(0, 2, 3, 1).contiguous()  # as it lies where channels are last
-    library = _library()
-    lanes = int(library.lanes())
-    found = x.new_empty(-(-count // lanes), channels, height, width, lanes)
-    sizes = (count, height * width, channels)
-    library.batch_innermost(*_pointers(pixels, found), *_sizes(sizes))
-    return found
 
 
 def _batch_outermost(x: Tensor) -> Tensor:

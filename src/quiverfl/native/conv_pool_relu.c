@@ -1,12 +1,16 @@
 /* Convolution with a 5x5 kernel, 2x2 max-pooling and ReLU in one pass, and back.
 
    On the way forward LANES samples lie innermost, [blocks][channels][height][width][LANES], with
-   zeros behind the last sample of a batch: every instruction works on LANES samples, however few
+   anything behind the last sample of a batch: every instruction works on LANES samples, however few
    channels a layer has, and what a convolution gives is pooled in registers before it is written.
    On the way back a pool passes its gradient to the one pixel that was chosen, another one in each
    sample, or to none: only these pixels are visited, sample by sample, [height][width][channels],
    where the part of an image that a kernel sees is K runs of K * channels numbers. All sums are
-   taken in a fixed order, so results do not depend on threads or on where memory lies. */
+   taken in a fixed order, so results do not depend on threads or on where memory lies.
+
+   What the first layer is given are images, of floats or of bytes. A block of them is laid out where
+   it is needed, forward and once more backward: it stays in the processor's cache, and a batch of
+   floats, larger than that, is never written. */
 
 #include <stdint.h>
 #include <string.h>
@@ -56,21 +60,62 @@ INLINE void transpose(V *rows) {
 #endif
 }
 
-/* [samples][pixels][channels] to [blocks][channels][pixels][LANES], with zeros behind the last sample. */
-void batch_innermost(const float *from, float *to, int64_t samples, int64_t pixels, int64_t channels) {
-  const int64_t image = pixels * channels;
-  for (int64_t first = 0; first < samples; first += LANES, to += image * LANES)
-    for (int64_t start = 0, pixel = 0, channel = 0; start < image; start += LANES) {
-      int64_t some = image - start < LANES ? image - start : LANES;
-      V rows[LANES] = {{0}};
-      for (int64_t i = 0; i < LANES && first + i < samples; i++)
-        memcpy(&rows[i], from + (first + i) * image + start, (size_t)some * sizeof(float));
+/* [samples][height][width][channels] of floats or, if there are scale and shift, of bytes. Those have one
+   number for each place of a line. `side` zeros are put around an image on every side. */
+typedef struct {
+  const void *numbers;
+  const float *scale, *shift;
+  int64_t channels, height, width, side;
+} Images;
+
+static volatile int32_t NOTHING = 0;
+
+/* One line of an image. A byte is multiplied and shifted with two roundings, as PyTorch does: a change of bits that the
+   compiler cannot know to be none keeps it from fusing them. */
+INLINE void line_of_image(const Images *m, int64_t sample, int64_t y, float *restrict to) {
+  const int64_t length = m->width * m->channels, at = (sample * m->height + y) * length;
+  if (!m->scale) {
+    memcpy(to, (const float *)m->numbers + at, (size_t)length * sizeof(float));
+    return;
+  }
+  const uint8_t *bytes = (const uint8_t *)m->numbers + at;
+  const int32_t nothing = NOTHING;
+  for (int64_t j = 0; j < length; j++) {
+    union {
+      float number;
+      int32_t bits;
+    } product = {(float)bytes[j] * m->scale[j]};
+    product.bits ^= nothing;
+    to[j] = product.number + m->shift[j];
+  }
+}
+
+/* Samples from `first` on as a block [channels][lines][columns][LANES], sides included, which are left as
+   they are; lanes without a sample have anything. `lines` has room for a line of each, `line` floats apart. */
+static void block_of(const Images *m, int64_t first, int64_t some, float *to, float *lines, int64_t line) {
+  const int64_t columns = m->width + 2 * m->side, plane = (m->height + 2 * m->side) * columns * LANES;
+  const int64_t length = m->width * m->channels;
+  for (int64_t y = 0; y < m->height; y++) {
+    float *at = to + ((y + m->side) * columns + m->side) * LANES;
+    for (int64_t i = 0; i < some; i++) line_of_image(m, first + i, y, lines + i * line);
+    for (int64_t start = 0, channel = 0; start < length; start += LANES) {
+      V rows[LANES];
+      for (int i = 0; i < LANES; i++) rows[i] = load(lines + i * line + start);
       transpose(rows);
-      for (int64_t i = 0; i < some; i++) {
-        store(to + (channel * pixels + pixel) * LANES, rows[i]);
-        if (++channel == channels) channel = 0, pixel++;
+      for (int64_t i = 0; i < LANES && start + i < length; i++) {
+        store(at + channel * plane, rows[i]);
+        if (++channel == m->channels) channel = 0, at += LANES;
       }
     }
+  }
+}
+
+/* The same samples one after the other, [lines][columns][channels], `image` floats apart. */
+static void images_of(const Images *m, int64_t first, int64_t some, float *to, int64_t image) {
+  const int64_t line = (m->width + 2 * m->side) * m->channels;
+  for (int64_t i = 0; i < some; i++)
+    for (int64_t y = 0; y < m->height; y++)
+      line_of_image(m, first + i, y, to + i * image + (y + m->side) * line + m->side * m->channels);
 }
 
 /* A block [channels][pixels][LANES] to [LANES][image]: each [pixels][channels], and room behind. */
@@ -136,30 +181,68 @@ INLINE void pooled_pixel(const int count, const Shape *s, const float *in, const
   }
 }
 
-/* in [blocks][inputs][height][width][LANES]; out, and which pixel was chosen (OFF: none), [blocks][outputs][high][wide][LANES] */
-void conv_pool_relu(const float *in, const float *weights, const float *bias, float *out, uint8_t *chosen,
-                    int64_t inputs, int64_t outputs, int64_t height, int64_t width, int64_t blocks) {
-  const Shape s = shape_of(inputs, outputs, height, width);
-  for (int64_t n = 0; n < blocks; n++)
-    for (int64_t y = 0; y < s.high; y++)
-      for (int64_t x = 0; x < s.wide; x++) {
-        const float *at = in + n * inputs * s.plane + 2 * y * s.row + 2 * x * LANES;
-        int64_t to = n * outputs * s.pooled + (y * s.wide + x) * LANES;
-        for (int64_t first = 0; first < outputs;) {
-          int64_t left = outputs - first, place = first * s.pooled + to;
-          const float *w = weights + first * inputs * K * K;
+/* One block: in [inputs][height][width][LANES]; out, and which pixel was chosen (OFF: none),
+   [outputs][high][wide][LANES]. */
+static void block_conv_pool_relu(const Shape *s, const float *in, const float *weights, const float *bias, float *out,
+                                 uint8_t *chosen) {
+  for (int64_t y = 0; y < s->high; y++)
+    for (int64_t x = 0; x < s->wide; x++) {
+      const float *at = in + 2 * y * s->row + 2 * x * LANES;
+      int64_t to = (y * s->wide + x) * LANES;
+      for (int64_t first = 0; first < s->outputs;) {
+        int64_t left = s->outputs - first, place = first * s->pooled + to;
+        const float *w = weights + first * s->inputs * K * K;
 #define SOME(count) \
   {                 \
-    pooled_pixel(count, &s, at, w, bias + first, out + place, chosen + place); \
+    pooled_pixel(count, s, at, w, bias + first, out + place, chosen + place); \
     first += count; \
   }
 #if defined(__AVX512F__)
-          if (left >= 6) SOME(6) else if (left >= 4) SOME(4) else
+        if (left >= 6) SOME(6) else if (left >= 4) SOME(4) else
 #endif
-          if (left >= 2) SOME(2) else SOME(1)
+        if (left >= 2) SOME(2) else SOME(1)
 #undef SOME
-        }
       }
+    }
+}
+
+void conv_pool_relu(const float *in, const float *weights, const float *bias, float *out, uint8_t *chosen,
+                    int64_t inputs, int64_t outputs, int64_t height, int64_t width, int64_t blocks) {
+  const Shape s = shape_of(inputs, outputs, height, width);
+  for (int64_t n = 0; n < blocks; n++) {
+    int64_t to = n * outputs * s.pooled;
+    block_conv_pool_relu(&s, in + n * inputs * s.plane, weights, bias, out + to, chosen + to);
+  }
+}
+
+static Images images_at(const void *numbers, const float *scale, const float *shift, const Shape *s, int64_t side) {
+  return (Images){numbers, scale, shift, s->inputs, s->height - 2 * side, s->width - 2 * side, side};
+}
+
+/* Floats of a line of an image and of zeros behind it, so that whole vectors may be read. */
+static int64_t strip_of(const Images *m) { return (m->width * m->channels + LANES - 1) / LANES * LANES; }
+
+/* Floats that `first_conv_pool_relu` needs to work in. */
+int64_t first_workspace(int64_t inputs, int64_t height, int64_t width) {
+  const Shape s = shape_of(inputs, 1, height, width);
+  const Images images = images_at(0, 0, 0, &s, 0);
+  return inputs * s.plane + LANES * strip_of(&images);
+}
+
+/* `conv_pool_relu` of images, whose height and width include `side` zeros on every side. */
+void first_conv_pool_relu(const void *numbers, const float *scale, const float *shift, const float *weights,
+                          const float *bias, float *out, uint8_t *chosen, float *work, int64_t inputs, int64_t outputs,
+                          int64_t height, int64_t width, int64_t side, int64_t samples) {
+  const Shape s = shape_of(inputs, outputs, height, width);
+  const Images images = images_at(numbers, scale, shift, &s, side);
+  const int64_t strip = strip_of(&images);
+  float *lines = work + inputs * s.plane;
+  memset(side ? work : lines, 0, (size_t)((side ? inputs * s.plane : 0) + LANES * strip) * sizeof(float));
+  for (int64_t n = 0; n < samples; n += LANES) {
+    int64_t to = n / LANES * outputs * s.pooled;
+    block_of(&images, n, samples - n < LANES ? samples - n : LANES, work, lines, strip);
+    block_conv_pool_relu(&s, work, weights, bias, out + to, chosen + to);
+  }
 }
 
 /* Where gradients of the result lie: how far one sample, output, line and pixel is from the next. */
@@ -264,13 +347,15 @@ int64_t image_room(int64_t inputs, int64_t height, int64_t width) {
 }
 
 /* Gradients of weights and bias and, unless it is null, of what was convolved, [samples][image_room] of
-   [height][width][inputs]. */
-void conv_pool_relu_backward(const float *in, const float *weights, const float *gradient, const uint8_t *chosen,
-                             float *of_weights, float *of_bias, float *of_in, float *work, int64_t inputs,
-                             int64_t outputs, int64_t height, int64_t width, int64_t samples,
-                             int64_t step_sample, int64_t step_output, int64_t step_line, int64_t step_pixel) {
+   [height][width][inputs]. What was convolved are blocks, `in`, or images with so many zeros on every side. */
+void conv_pool_relu_backward(const float *in, const void *numbers, const float *scale, const float *shift,
+                             const float *weights, const float *gradient, const uint8_t *chosen, float *of_weights,
+                             float *of_bias, float *of_in, float *work, int64_t inputs, int64_t outputs, int64_t height,
+                             int64_t width, int64_t side, int64_t samples, int64_t step_sample, int64_t step_output,
+                             int64_t step_line, int64_t step_pixel) {
   const Shape s = shape_of(inputs, outputs, height, width);
   const Steps step = {step_sample, step_output, step_line, step_pixel};
+  const Images given = images_at(numbers, scale, shift, &s, side);
   const int64_t image = image_of(&s), image_line = width * inputs, kernel_line = line_of(&s), kernel = K * kernel_line;
   float *images = work, *sums = images + LANES * image, *turned = sums + outputs * kernel;
   Visit *visits = (Visit *)(turned + outputs * kernel);
@@ -282,7 +367,8 @@ void conv_pool_relu_backward(const float *in, const float *weights, const float 
         turned[c * kernel + k / K * kernel_line + k % K * inputs + input] = weights[(c * inputs + input) * K * K + k];
   for (int64_t n = 0; n < samples; n += LANES) {
     int64_t some = samples - n < LANES ? samples - n : LANES;
-    block_outermost(in + n * height * width * inputs, images, height * width, inputs, image);
+    if (in) block_outermost(in + n * height * width * inputs, images, height * width, inputs, image);
+    else images_of(&given, n, some, images, image);
     if (of_in) memset(of_in + n * image, 0, (size_t)(some * image) * sizeof(float));
     for (int64_t c = 0; c < outputs; c++) {
       const float *slopes = gradient + n * step.sample + c * step.output;
