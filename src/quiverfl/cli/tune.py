@@ -97,7 +97,10 @@ def tune(
 
 def _table(found: Sequence[Tuned], stage: str) -> Table:
     cases = list(found[0].tries[0].scores)
-    table = Table("method", "tries", "diverged", "not run", "best", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("method", "tries", "diverged", "not run"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("best")  # this and the names of cases are folded where a terminal is narrow
     for case in cases:
         table.add_column(f"{case}\n{stage}".strip(), justify="right")
     table.add_column("next best", justify="right")

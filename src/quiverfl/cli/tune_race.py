@@ -122,9 +122,12 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _table(outcomes: Sequence[Outcome], stage: str) -> Table:
-    table = Table("method", "tries", "diverged", "best", box=None, pad_edge=False)
-    for title in (f"score, {stage}", "seeds", "next best", "± error"):
-        table.add_column(title, justify="right")
+    table = Table(box=None, pad_edge=False)
+    for title in ("method", "tries", "diverged"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("best")  # folded where a terminal is narrow
+    for title in (f"score,\n{stage}", "seeds", "next\nbest", "±\nerror"):
+        table.add_column(title, justify="right", no_wrap=True)
     for contest, ranked in outcomes:
         best, rest = ranked[0], [one for one in ranked[1:] if one.rounds == ranked[0].rounds]
         second = rest[0] if rest else None
