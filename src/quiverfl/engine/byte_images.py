@@ -38,7 +38,7 @@ class ByteImages:
     ) -> None:
         self._draws, self._side = augment, 0 if augment is None else augment.padding
         count, channels, height, width = x.shape
-        self._shape = (height, width, channels)
+        self._shape, self._image = (height, width, channels), (channels, height, width)
         rim = ((0, 0), (self._side, self._side), (self._side, self._side), (0, 0))
         padded = np.ascontiguousarray(np.pad(x.permute(0, 2, 3, 1).numpy(), rim))
         self._padded = padded
@@ -88,15 +88,15 @@ class ByteImages:
         keys = None if self._draws is None else keys
         taken = self._at_once if self._compiled else self._in_passes
         found = taken(places, keys).permute(0, 3, 1, 2)
-        return found.view(*places.shape, *found.shape[1:])
+        return found.view(*places.shape, *self._image)
 
     def _at_once(self, places: Tensor, keys: Hashes | None) -> Tensor:
-        places = places.to(torch.int64).contiguous()
-        found = torch.empty((places.numel(), *self._shape), dtype=self._kind)
+        places, count = places.contiguous(), places.numel()
+        assert places.dtype == torch.int64
+        found = torch.empty((count, *self._shape), dtype=self._kind)
         if keys is not None:
             keys = np.ascontiguousarray(keys)
-        bits = None if keys is None else keys.ctypes.data
-        wanted = places.data_ptr(), bits, places.numel()
+        wanted = places.data_ptr(), None if keys is None else keys.ctypes.data, count
         if not self._call(found.data_ptr(), *self._at, *wanted, *self._sizes):
             raise IndexError(f"there are {len(self._padded)} images")
         return found

@@ -151,6 +151,7 @@ class _Way:
     def each_batch(self) -> Iterator[Batch]:
         """Step by step, the samples of those who still have batches: the first k."""
         context, steps = self.trainer.context, np.arange(int(self.batches.steps.max()))
+        draws = context.draws  # what is not needed is not asked for at every step
         clients = np.count_nonzero(self.batches.steps[:, None] > steps, axis=0).tolist()
         widths = self.among.max(axis=0).tolist()
         counts, samples = self.batches.counts[self.order], self.batches.samples[self.order]
@@ -162,9 +163,9 @@ class _Way:
                 samples[:k, step, :width],
                 counts[:k, step],
                 None if keys is None else keys[:k, step, :width],
-                among[among > 0],
-                context.draw_keys(self.group.ids[some], self.place, step),
-                self._noise(some, step),
+                among if len(among) == 1 else among[among > 0],
+                context.draw_keys(self.group.ids[some], self.place, step) if draws else None,
+                None if context.private is None else self._noise(some, step),
             )
 
     def _noise(self, some: Integers, step: int) -> Noise | None:
