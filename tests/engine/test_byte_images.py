@@ -33,16 +33,19 @@ def images(augment: CropFlip | None) -> FederatedData:
     return FederatedData.from_arrays(pairs, pairs, classes=10, prepare=NORMALIZE, augment=augment)
 
 
-@pytest.mark.parametrize("name", list(AUGMENTATIONS))
-@pytest.mark.parametrize("augmented", [True, False])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_equal_to_the_last_bit(
-    name: str, augmented: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
+@pytest.fixture(params=[True, False], ids=["compiled", "in passes"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of taking images: in one compiled pass, and where nothing can be compiled."""
+    if not request.param:
         monkeypatch.setattr("quiverfl.engine.byte_images.why_not", lambda *_: "none here")
     elif why_not(*SOURCE) is not None:
         pytest.skip("no C compiler")
+
+
+@pytest.mark.parametrize("name", list(AUGMENTATIONS))
+@pytest.mark.parametrize("augmented", [True, False])
+@pytest.mark.usefixtures("compiled")
+def test_equal_to_the_last_bit(name: str, augmented: bool) -> None:
     data = images(AUGMENTATIONS[name])
     cpu = torch.device("cpu")
     plain = Examples(data.train, data, torch.float32, cpu)
@@ -58,14 +61,8 @@ def test_equal_to_the_last_bit(
 
 
 @pytest.mark.parametrize("name", list(AUGMENTATIONS))
-@pytest.mark.parametrize("compiled", [True, False])
-def test_bytes_are_those_whose_floats_they_would_be(
-    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr("quiverfl.engine.byte_images.why_not", lambda *_: "none here")
-    elif why_not(*SOURCE) is not None:
-        pytest.skip("no C compiler")
+@pytest.mark.usefixtures("compiled")
+def test_bytes_are_those_whose_floats_they_would_be(name: str) -> None:
     data = images(AUGMENTATIONS[name])
     cpu, last = torch.device("cpu"), torch.channels_last
     floats = Examples(data.train, data, torch.float32, cpu).laid_out(last)
