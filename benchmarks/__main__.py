@@ -30,7 +30,7 @@ from quiverfl import keep_freed_memory
 PARTS = ("A", "B", "C", "D", "E", "F", "G", "H", "threads", "run")
 REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5, "threads": 3}
 RESULT, QUICK_RESULT = Path("runs/bench/result.json"), Path("runs/bench/quick.json")
-DOCUMENT = Path("docs/performance.md")
+DOCUMENT = Path("docs/explanation/performance.md")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from quiverfl import (
     random_push,
     simulate,
 )
-from quiverfl.trees import leaves
+from quiverfl.trees import tree_leaves
 
 CLIENTS = (1_000, 10_000)
 WIDTH, LAYERS, WORDS, PLACES, CLASSES, RANK = 128, 2, 1_000, 16, 4, 2
@@ -99,7 +99,9 @@ def _play(clients: int) -> dict[str, int]:
     )
     adapters = task.shared_layout.size + task.personal_layout.size
     body = sum(p.numel() for p in task.skeleton.parameters() if not p.requires_grad)
-    examples = sum(_bytes(leaf) for s in (data.train, data.test) for _, leaf in leaves((s.x, s.y)))
+    examples = sum(
+        _bytes(leaf) for s in (data.train, data.test) for _, leaf in tree_leaves((s.x, s.y))
+    )
     return {
         "needed": 4 * body + clients * (4 * adapters + 8) + examples,
         "whole": clients * 4 * (body + adapters) + examples,

@@ -12,9 +12,10 @@ from benchmarks.child import ChildFailed, measure
 from benchmarks.clock import CLOCKS, Kind, interleaved
 from benchmarks.figures import Figure, ratio
 from quiverfl import Quantize, keep_freed_memory
-from quiverfl.engine.coded_exchange import CodedExchange
-from quiverfl.engine.exchange import Exchange, MatrixExchange
-from quiverfl.memory import in_large_pages
+from quiverfl.engine.exchange.compression import CompressionStage
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.exchange.matrix import MatrixProduct
+from quiverfl.support.environment import use_large_pages
 from quiverfl.topologies import random_push
 
 CLIENTS, PARAMETERS, NEIGHBORS = 1_000, 100_000, 10
@@ -25,7 +26,7 @@ def figures(repeats: int, kind: Kind, threads: int, quick: bool) -> list[Figure]
     parameters = PARAMETERS // 10 if quick else PARAMETERS
     place = f"m = {CLIENTS:,}, d = {parameters:,}"
     name = f"exchange with 8 bits / without, {place}"
-    size = Quantize(bits=8).bytes_of(parameters, 4) / (4 * parameters)
+    size = Quantize(bits=8).coded_bytes(parameters, 4) / (4 * parameters)
     weight = Figure("D", f"bytes with 8 bits / without, {place}", size, "≤", BYTES)
     try:
         child = measure("benchmarks.coding", parameters, repeats, kind, threads=threads)
@@ -45,7 +46,7 @@ def main() -> None:
     wanted = parser.parse_args()
     keep_freed_memory()
     graph = random_push(CLIENTS, NEIGHBORS)(0)
-    leaf = in_large_pages(torch.empty(CLIENTS, wanted.parameters)).uniform_(-1, 1)
+    leaf = use_large_pages(torch.empty(CLIENTS, wanted.parameters)).uniform_(-1, 1)
     mass = torch.ones(CLIENTS, dtype=torch.float64)
 
     def exchanged(through: Exchange) -> None:
@@ -53,8 +54,9 @@ def main() -> None:
         through.collect(0)
 
     every = np.arange(CLIENTS)
-    coded = CodedExchange(MatrixExchange(), Quantize(bits=8), 0, every, "mu", False, fused=True)
-    whole = MatrixExchange()
+    core = MatrixProduct()
+    stage = CompressionStage(core, Quantize(bits=8), 0, every, "mu", False, fused=True)
+    coded, whole = Exchange(core, [stage]), Exchange(MatrixProduct())
     contestants = {"coded": lambda: exchanged(coded), "whole": lambda: exchanged(whole)}
     print(json.dumps(interleaved(contestants, wanted.repeats, wanted.kind)))
 

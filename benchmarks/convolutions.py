@@ -17,7 +17,7 @@ from torch.nn import functional
 from benchmarks.clock import interleaved
 from benchmarks.figures import ratio
 from quiverfl import keep_freed_memory
-from quiverfl.models.cnn import Kernels, cnn_small, fedavg_cnn, lenet5
+from quiverfl.models.networks import Kernels, cnn_small, fedavg_cnn, lenet5
 
 CLASSES, GRADIENTS = 10, 8
 

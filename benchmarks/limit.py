@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.works import BATCH, Work
-from quiverfl.data.split import Split
+from quiverfl.data.examples import ClientExamples
 
 Batches = list[tuple[Tensor, Tensor]]
 Run = Callable[[], None]
@@ -66,16 +66,16 @@ def _laid_out(work: Work, form: str, batch: int, test: bool = False) -> tuple[nn
     return model, [(x.contiguous(memory_format=FORMATS[form]), y) for x, y in pieces]
 
 
-def _pieces(split: Split, batch: int) -> Batches:
+def _pieces(split: ClientExamples, batch: int) -> Batches:
     """Batches of one client each, the last of each client as short as it is in training."""
     batches: Batches = []
     for client in range(split.clients):
-        x, y = split.of(client)
+        x, y = split.of_client(client)
         batches += zip(torch.split(x, batch), torch.split(y, batch), strict=True)
     return batches
 
 
-def _everything(split: Split, batch: int) -> Batches:
+def _everything(split: ClientExamples, batch: int) -> Batches:
     return list(zip(torch.split(split.x, batch), torch.split(split.y, batch), strict=True))
 
 

@@ -14,8 +14,8 @@ from benchmarks.clock import CLOCKS, Kind, interleaved
 from benchmarks.figures import Figure, ratio
 from benchmarks.machine import available
 from quiverfl import keep_freed_memory
-from quiverfl.engine.mixing import mix
-from quiverfl.memory import in_large_pages
+from quiverfl.engine.exchange.matrix import mix
+from quiverfl.support.environment import use_large_pages
 from quiverfl.topologies import random_push
 
 NEIGHBORS = 10
@@ -88,11 +88,11 @@ def main() -> None:
     keep_freed_memory()
     graph = random_push(wanted.clients, NEIGHBORS)(0)
     mix(graph, torch.ones(wanted.clients, 8))  # what a first product loads is not its memory
-    leaf = in_large_pages(torch.empty(wanted.clients, wanted.parameters)).uniform_(-1, 1)
+    leaf = use_large_pages(torch.empty(wanted.clients, wanted.parameters)).uniform_(-1, 1)
     before = peak()
     mix(graph, leaf)
     extra = peak() - before
-    other = in_large_pages(torch.empty_like(leaf)).zero_()
+    other = use_large_pages(torch.empty_like(leaf)).zero_()
     contestants = {"ours": lambda: mix(graph, leaf), "copy": lambda: other.copy_(leaf)}
     seconds = interleaved(contestants, wanted.repeats, wanted.kind)
     print(json.dumps({"extra": extra, "seconds": seconds}))

@@ -50,7 +50,9 @@ class Naive:
         self._work = work
         model = USUAL.get(work.name, work.model)
         self._models = [model() for _ in range(work.clients)]
-        self._sets = [TensorDataset(*data.train.of(client)) for client in range(work.clients)]
+        self._sets = [
+            TensorDataset(*data.train.of_client(client)) for client in range(work.clients)
+        ]
         self._mass = [1.0] * work.clients
         self._topology = work.topology()
 

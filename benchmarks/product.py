@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.works import TRAINING, Work
-from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.rounds import communicate
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.exchange.matrix import MatrixProduct
+from quiverfl.engine.rounds import exchange_messages
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 
@@ -15,7 +16,7 @@ class Product:
     def __init__(self, work: Work) -> None:
         method = work.method()
         self.shard = Shard(work.task(), work.data(), method, TRAINING, RunSettings(1_000))
-        self._exchange = MatrixExchange(method.delay)
+        self._exchange = Exchange(MatrixProduct(method.delay))
         self._topology = work.topology()
         self._round = 0
 
@@ -23,7 +24,7 @@ class Product:
         """Draw the graph, train every client, mix."""
         graph = self._topology(self._round)
         self.shard.train(self._round, graph.active)
-        communicate(self.shard, self._exchange, graph, self._round)
+        exchange_messages(self.shard, self._exchange, graph, self._round)
         self._round += 1
 
     def evaluate(self) -> None:

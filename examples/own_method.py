@@ -33,15 +33,15 @@ class Cautious(qv.Method[State]):
     topology = "random_regular"
 
     def init(self, task: qv.Task, start: qv.Start) -> State:
-        return State(*start.point)
+        return State(*start.params)
 
     def phases(self, task: qv.Task) -> tuple[qv.Train[State], ...]:
         return (
             qv.Train(
                 part="whole",
                 epochs=self.epochs,
-                point=self.personal,
-                absorb=lambda state, trained: State(trained.shared, trained.personal),
+                params=self.personal,
+                update=lambda state, trained: State(trained.shared, trained.personal),
             ),
         )
 
@@ -51,8 +51,8 @@ class Cautious(qv.Method[State]):
     def merge(self, state: State, mixed: qv.Message) -> State:
         return state._replace(u=state.u + self.follow * (mixed["u"] - state.u))
 
-    def personal(self, state: State) -> qv.Point:
-        return qv.Point(state.u, state.v)
+    def personal(self, state: State) -> qv.Params:
+        return qv.Params(state.u, state.v)
 
 
 def main() -> None:

@@ -3,10 +3,10 @@
     python examples/three_peers.py            # half a minute; needs quiverfl[peer]
     python examples/three_peers.py --quick    # fewer rounds
 
-Everything after the simulation is what three machines would do (docs/peers.md), here on loopback
-and in a folder that is removed at the end: certificates and a roster, a folder for each peer, three
-processes that push shares of their models to each other over mutual TLS, and an audit of their
-records. In sync mode they compute what the simulation computed.
+Everything after the simulation is what three machines would do (docs/reference/peers.md), here on
+loopback and in a folder that is removed at the end: certificates and a roster, a folder for each
+peer, three processes that push shares of their models to each other over mutual TLS, and an audit
+of their records. In sync mode they compute what the simulation computed.
 """
 
 from __future__ import annotations

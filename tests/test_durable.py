@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from quiverfl import durable
+from quiverfl.support import durable
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    durable.replace(path, b"old")
+    durable.replace_file(path, b"old")
 
     def fail() -> None:
-        with durable.replacing(path) as draft:
+        with durable.open_replacement(path) as draft:
             draft.write_bytes(b"half")
             raise OSError("the disk is full")
 
@@ -31,7 +31,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_file_do_not_share_a_draft(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with durable.replacing(path) as one, durable.replacing(path) as other:
+    with durable.open_replacement(path) as one, durable.open_replacement(path) as other:
         assert one != other
         one.write_bytes(b"one")
         other.write_bytes(b"other")
@@ -40,7 +40,7 @@ def test_two_writers_of_one_file_do_not_share_a_draft(tmp_path: Path) -> None:
 
 
 def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
-    durable.replace(tmp_path / "key", b"secret", 0o600)
+    durable.replace_file(tmp_path / "key", b"secret", 0o600)
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
 
 
@@ -50,7 +50,7 @@ def test_the_file_and_its_name_are_flushed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         os, "fsync", lambda handle: (flushed.append(os.fstat(handle)), fsync(handle))
     )
-    durable.replace(tmp_path / "file", b"new")
+    durable.replace_file(tmp_path / "file", b"new")
     assert [stat.S_ISDIR(status.st_mode) for status in flushed] == [False, True]
 
 
@@ -64,8 +64,8 @@ def test_a_platform_that_opens_no_folders(tmp_path: Path, monkeypatch: pytest.Mo
         return opened(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", windows)
-    durable.replace(tmp_path / "file", b"new")
-    with durable.whole_or_nothing(tmp_path / "folder") as draft:
+    durable.replace_file(tmp_path / "file", b"new")
+    with durable.write_atomically(tmp_path / "folder") as draft:
         draft.mkdir()
         (draft / "inside").write_bytes(b"x")
     assert (tmp_path / "file").read_bytes() == b"new"
@@ -74,8 +74,8 @@ def test_a_platform_that_opens_no_folders(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_a_kill_left_half_written_is_removed_on_request(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from quiverfl import durable\n"
-        f"with durable.replacing(Path({str(tmp_path / 'file')!r})) as draft:\n"
+        "import sys, time; from pathlib import Path; from quiverfl.support import durable\n"
+        f"with durable.open_replacement(Path({str(tmp_path / 'file')!r})) as draft:\n"
         "    draft.write_bytes(b'half'); print('half', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import quiverfl as qv
-from quiverfl.config import load_config, parse
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.config_files import load_config
 from small import CLIENTS, PUSH, STAR, TRAINING, TinyModel, simulate, tiny_data, tiny_task
 
 
@@ -191,13 +192,13 @@ def test_a_loss_that_is_not_a_number_stops_the_run_too() -> None:
         ),
         ({"training": {"batch_size": 0}}, r"training.batch_size = 0: .*at least 1, or \"all\""),
         ({"training": {"batch_size": 2.5}}, r"training.batch_size = 2.5: .*or \"all\""),
-        ({"run": {"rounds": -1}}, r"run.rounds = -1: input should be greater"),
+        ({"run": {"rounds": -1}}, r"run.rounds = -1: it must be a whole number ≥ 0"),
         ({"run": {"executor": "fast"}}, r"run.executor = 'fast'"),
     ],
 )
 def test_a_configuration_with_a_mistake(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(qv.QuiverError, match=message):
-        parse(tree)
+        parse_config(tree)
 
 
 def test_a_configuration_file_that_is_none(tmp_path: Path) -> None:
@@ -225,9 +226,9 @@ def test_a_file_as_windows_writes_it(tmp_path: Path) -> None:
 
 
 def test_one_personal_part_may_be_written_without_brackets() -> None:
-    written = parse({"model": {"personal": "head"}})
+    written = parse_config({"model": {"personal": "head"}})
     assert written.model.personal == ("head",)
-    assert written.identity() == parse({"model": {"personal": ["head"]}}).identity()
+    assert written.identity() == parse_config({"model": {"personal": ["head"]}}).identity()
 
 
 def test_what_is_known_is_said_in_the_same_words() -> None:
@@ -235,9 +236,9 @@ def test_what_is_known_is_said_in_the_same_words() -> None:
         qv.QuiverError,
         match=r"unknown section \[xyz\]; known are adversary, ",
     ):
-        parse({"xyz": {}})
+        parse_config({"xyz": {}})
     with pytest.raises(qv.QuiverError, match=r"did you mean 'data'\? Known are adversary, "):
-        parse({"dat": {}})
+        parse_config({"dat": {}})
 
 
 def test_the_slips_of_a_first_try() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
 from pydantic import create_model
 
-from quiverfl.config import Config, RunConfig, parse
-from quiverfl.experiment_keys import RUNTIME
+from quiverfl.engine.settings import RunSettings
+from quiverfl.identity import RUNTIME
+from quiverfl.runs.config import Config, parse_config
 
 BASE = {"data": {"clients": 6}, "training": {"lr": 0.05}, "topology": {"neighbors": 2}}
 
 
 def changed(key: str, value: Any) -> Config:
-    return parse(BASE).with_values([(key, value)])
+    return parse_config(BASE).with_values([(key, value)])
 
 
 @pytest.mark.parametrize(
@@ -32,15 +34,15 @@ def changed(key: str, value: Any) -> Config:
     ],
 )
 def test_how_and_where_it_is_carried_out_changes_nothing(key: str, value: Any) -> None:
-    base, other = parse(BASE), changed(key, value)
+    base, other = parse_config(BASE), changed(key, value)
     assert (other.experiment(), other.identity()) == (base.experiment(), base.identity())
     assert key in RUNTIME or key.startswith("overrides.")
 
 
 @pytest.mark.parametrize("key", ["run.seed", "data.seed", "topology.seed"])
 def test_a_seed_makes_another_run_of_the_same_experiment(key: str) -> None:
-    assert changed(key, 7).experiment() == parse(BASE).experiment()
-    assert changed(key, 7).identity() != parse(BASE).identity()
+    assert changed(key, 7).experiment() == parse_config(BASE).experiment()
+    assert changed(key, 7).identity() != parse_config(BASE).identity()
 
 
 @pytest.mark.parametrize(
@@ -57,29 +59,29 @@ def test_a_seed_makes_another_run_of_the_same_experiment(key: str) -> None:
     ],
 )
 def test_everything_else_makes_another_experiment(key: str, value: Any) -> None:
-    assert changed(key, value).experiment() != parse(BASE).experiment()
-    assert changed(key, value).identity() != parse(BASE).identity()
+    assert changed(key, value).experiment() != parse_config(BASE).experiment()
+    assert changed(key, value).identity() != parse_config(BASE).identity()
 
 
 def test_a_default_written_out_is_the_same_experiment() -> None:
-    base = parse(BASE)
-    assert parse(base.model_dump(mode="json")).identity() == base.identity()
+    base = parse_config(BASE)
+    assert parse_config(base.model_dump(mode="json")).identity() == base.identity()
     assert changed("run.rounds", 20).experiment() == base.experiment()
 
 
 def test_a_key_that_a_later_version_adds_changes_no_identity() -> None:
-    run = create_model("RunConfig", __base__=RunConfig, warmup=(int, 0))
+    run = make_dataclass("Later", [("warmup", int, 0)], bases=(RunSettings,), frozen=True)
     later = create_model("Config", __base__=Config, run=(run, run()))
     tree = {**BASE, "run": {"seed": 3, "rounds": 5}}
-    assert later.model_validate(tree).identity() == parse(tree).identity()
-    assert later.model_validate(tree).experiment() == parse(tree).experiment()
+    assert later.model_validate(tree).identity() == parse_config(tree).identity()
+    assert later.model_validate(tree).experiment() == parse_config(tree).experiment()
     warm = {**tree, "run": {**tree["run"], "warmup": 2}}
-    assert later.model_validate(warm).experiment() != parse(tree).experiment()
+    assert later.model_validate(warm).experiment() != parse_config(tree).experiment()
 
 
 def test_identities_stay_what_they_were() -> None:
     """Written into folders and their names: a change here is a change of SCHEMA."""
-    config = parse({**BASE, "run": {"seed": 3}})
+    config = parse_config({**BASE, "run": {"seed": 3}})
     assert config.experiment() == EXPERIMENT
     assert config.identity() == IDENTITY
 

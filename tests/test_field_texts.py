@@ -12,11 +12,11 @@ import quiverfl as qv
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("Train", "point: Callable[[S], Point]\n    What is stepped, and where its gradient is"),
+        ("Train", "params: Callable[[S], Params]\n    The parameters that are stepped, and where"),
         ("Train", "repeats: int = 1\n    Steps on the same batch before the next one."),
         ("Start", "samples: int\n    how many training samples it holds"),
-        ("Once", "(seen, targets, weights, state) → sums over all training samples"),
-        ("Moment", "rounds: int\n    as planned, T"),
+        ("SingleStep", "(outputs, targets, weights, state) → sums over all training samples"),
+        ("StepInfo", "rounds: int\n    as planned, T"),
         ("Method", "title: ClassVar[str]\n    as papers print it"),
     ],
 )

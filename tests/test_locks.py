@@ -17,16 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from quiverfl import locks
 from quiverfl.errors import QuiverError, QuiverWarning
+from quiverfl.support import locks
 
 
 @contextmanager
 def holder(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that writes to the folder."""
     code = (
-        "import time; from pathlib import Path; from quiverfl import locks\n"
-        f"with locks.alone(Path({str(folder)!r})):\n"
+        "import time; from pathlib import Path; from quiverfl.support import locks\n"
+        f"with locks.lock_folder(Path({str(folder)!r})):\n"
         "    print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -41,7 +41,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_whoever_is_refused_is_told_by_whom(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         said = rf"process {process.pid} on host {socket.gethostname()} is writing there"
-        with pytest.raises(QuiverError, match=said), locks.alone(tmp_path):
+        with pytest.raises(QuiverError, match=said), locks.lock_folder(tmp_path):
             pass
 
 
@@ -50,7 +50,7 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, end: signal.Signals) -> No
     with holder(tmp_path) as process:
         process.send_signal(end)
         process.wait()
-        with locks.alone(tmp_path):
+        with locks.lock_folder(tmp_path):
             pass
     assert list(tmp_path.iterdir()) == []  # nor is there anything left to delete by hand
 
@@ -58,15 +58,15 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, end: signal.Signals) -> No
 def test_waiting_ends_with_the_holder(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {process.pid}"])
-        with locks.alone(tmp_path, wait=True):
+        with locks.lock_folder(tmp_path, wait=True):
             assert json.loads((tmp_path / locks.NAME).read_text())["pid"] == os.getpid()
 
 
 def test_folders_made_for_nothing_are_removed(tmp_path: Path) -> None:
-    with locks.alone(tmp_path / "a" / "b"):
+    with locks.lock_folder(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
     assert list(tmp_path.iterdir()) == []
-    with locks.alone(tmp_path / "a" / "b"):
+    with locks.lock_folder(tmp_path / "a" / "b"):
         (tmp_path / "a" / "b" / "result").touch()
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["result"]
 
@@ -78,7 +78,7 @@ def test_a_file_system_without_locks_is_warned_of(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(locks, "_lock", refuse)
-    with pytest.warns(QuiverWarning, match="without locks"), locks.alone(tmp_path):
+    with pytest.warns(QuiverWarning, match="without locks"), locks.lock_folder(tmp_path):
         pass
 
 
@@ -103,6 +103,7 @@ def test_windows_has_the_same_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     windows = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(windows)
     said = f"process {os.getpid()} on host"
-    with windows.alone(tmp_path), pytest.raises(QuiverError, match=said), windows.alone(tmp_path):
+    lock = windows.lock_folder
+    with lock(tmp_path), pytest.raises(QuiverError, match=said), lock(tmp_path):
         pass
     assert len(held) == 1

@@ -1,6 +1,6 @@
 """Twenty and more usual mistakes in Python, each of which ends in a sentence that says what to do.
 
-docs/python.md lists them by these names.
+docs/reference/python.md lists them by these names.
 """
 
 from __future__ import annotations
@@ -99,7 +99,94 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a_folder_that_is_no_run": (lambda: qv.load_run("/nowhere"), r"not a run folder"),
     "a_plot_of_no_metric": (lambda: go().plot("f1"), r"no metric 'f1'"),
     "a_run_saved_twice": (lambda: _saved_twice(), r"holds a run already"),
+    "a_number_for_seeds": (
+        lambda: qv.compare({}, ["local"], seeds=3),  # type: ignore[arg-type]
+        r"seeds = 3.*\[3\] for the seed 3.*range\(3\) for the 3 seeds",
+    ),
+    "a_number_for_the_seeds_of_a_sweep": (
+        lambda: qv.sweep({}, seeds=np.int64(2), dry_run=True),  # type: ignore[arg-type]
+        r"seeds = 2.*\[2\].*range\(2\)",
+    ),
+    "a_name_for_a_compression": (
+        lambda: go(compression="quantize"),
+        r"compression is 'quantize': give an object, such as qv\.Quantize",
+    ),
+    "a_class_for_a_compression": (lambda: go(compression=qv.Quantize), r"compression is .*object"),
+    "a_dictionary_for_privacy": (lambda: go(privacy={}), r"privacy is a dict.*UpdatePrivacy"),
+    "an_attack_for_a_rule": (
+        lambda: go(robustness=qv.SignFlip()),
+        r"robustness is a SignFlip.*qv\.Balance",
+    ),
+    "a_name_for_an_adversary": (lambda: go(adversary="noise"), r"adversary is 'noise'.*SignFlip"),
+    "a_folder_to_resume": (
+        lambda: go(resume="runs/mine"),
+        r"resume is a str.*qv\.load_run\(folder\)\.checkpoint\(\)",
+    ),
+    "a_callback_without_brackets": (
+        lambda: go(callbacks=qv.EarlyStopping()),
+        r"callbacks is one EarlyStopping: give a list",
+    ),
+    "a_dictionary_for_settings": (lambda: _settings({}), r"settings is a dict.*rounds=50"),
+    "settings_and_options": (
+        lambda: go(settings=qv.RunSettings(rounds=1)),
+        r"settings or rounds, not both",
+    ),
+    "one_number_of_epochs_for_all": (
+        lambda: go(epochs_per_client=2),
+        r"epochs_per_client = 2.*one whole number for each client",
+    ),
+    "half_an_epoch": (
+        lambda: go(epochs_per_client=[1, 2.5, 1, 1, 1, 1]),
+        r"epochs_per_client\[1\] = 2\.5: it must be a whole number",
+    ),
+    "a_number_for_the_personal_part": (
+        lambda: qv.Task(TinyModel, personal=2),  # type: ignore[arg-type]
+        r"Task\.personal = 2: give names",
+    ),
+    "a_number_among_the_personal_parts": (
+        lambda: qv.Task(TinyModel, personal=("head", 2)),  # type: ignore[arg-type]
+        r"Task\.personal = \('head', 2\): give names",
+    ),
+    "a_name_for_a_client": (
+        lambda: go().personal("a"),  # type: ignore[arg-type]
+        r"client 'a': there are 6 clients",
+    ),
+    "a_model_function_that_returns_nothing": (
+        lambda: qv.Task(lambda: None),  # type: ignore[arg-type,return-value]
+        r"Task\.model returned a NoneType.*nn\.Module",
+    ),
+    "a_model_function_that_needs_arguments": (
+        lambda: qv.Task(nn.Linear),
+        r"Task\.model failed .*missing.*without arguments.*lambda",
+    ),
+    "a_stage_that_is_not_there": (
+        lambda: go().plot(stage="locl"),  # type: ignore[arg-type]
+        r"stage 'locl'.*did you mean 'local'",
+    ),
+    "a_name_that_is_too_long": (
+        lambda: qv.Experiment.of({"run": {"rounds": 1}}).run("a" * 300),
+        r"300 characters is too long",
+    ),
+    "a_method_in_capital_letters": (
+        lambda: qv.Experiment.of({"method": {"name": "DFedPGP"}}),
+        r"'DFedPGP'.*did you mean 'dfedpgp'",
+    ),
+    "a_configuration_for_a_sweep": (
+        lambda: qv.sweep({"data": {"clients": 4}}, dry_run=True),
+        r"a configuration, not a sweep",
+    ),
 }
+
+
+def _settings(settings: Any) -> qv.Run:
+    return qv.simulate(
+        tiny_task(),
+        tiny_data(),
+        method=qv.DFedPGP(),
+        topology=qv.random_push(clients=6, neighbors=2),
+        training=TRAINING,
+        settings=settings,
+    )
 
 
 def _saved_twice() -> None:
@@ -121,7 +208,7 @@ def test_a_mistake_ends_in_a_sentence(name: str) -> None:
 
 
 def test_the_documentation_lists_every_mistake() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "reference" / "python.md").read_text()
     assert [name for name in MISTAKES if f"`{name}`" not in text] == []
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from quiverfl.errors import QuiverError
 from quiverfl.models import MODELS, make_model
-from quiverfl.references import load_callable
+from quiverfl.support.references import load_callable
 from quiverfl.task import Task
 
 IMAGE = (3, 32, 32)

@@ -105,7 +105,7 @@ def test_a_classifier_as_it_is() -> None:
     found, words = both(task, padded)
     assert "data-dependent" in words[0]
     assert np.isfinite(found.history["loss"]).all()
-    x, y = found._data.test.of(1)
+    x, y = found._data.test.of_client(1)
     with torch.no_grad():
         said = found.personal(1)(**x).logits
     last = found.history.query("round == 1 and stage == 'mixed' and client == 1")["loss"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import quiverfl as qv
 from quiverfl.cli.main import app
-from quiverfl.models.traced import write_traced
+from quiverfl.runs.export import write_traced
 from shell import quiver
 
 
@@ -108,8 +108,8 @@ def test_the_command_writes_both_and_what_it_cannot_it_says(
 def test_the_tensors_are_there_though_the_program_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quiverfl.export import export_client
-    from quiverfl.run_folder import RunFolder
+    from quiverfl.runs.export import export_client
+    from quiverfl.runs.folder import RunFolder
 
     (tmp_path / "odd_model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)

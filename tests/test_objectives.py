@@ -11,8 +11,8 @@ from sklearn.metrics import f1_score, mean_absolute_error, roc_auc_score
 from torch import Tensor, nn
 
 import quiverfl as qv
-from quiverfl.objectives import LOSSES, METRICS, USUAL, find_loss, find_metrics
-from quiverfl.results.summary import headline, higher_is_better
+from quiverfl.objectives import LOSSES, METRICS, USUAL_METRICS, find_loss, find_metrics
+from quiverfl.results.summary import headline_metric, higher_is_better
 
 RANDOM = np.random.default_rng(3)
 LOGITS = torch.from_numpy(RANDOM.normal(size=(60, 4)))
@@ -92,7 +92,7 @@ def test_outputs_of_a_hugging_face_model_and_of_a_tuple() -> None:
 
 
 def test_names_are_looked_up_and_slips_are_named() -> None:
-    assert set(USUAL) == set(LOSSES)
+    assert set(USUAL_METRICS) == set(LOSSES)
     assert list(find_metrics(None, "mse")) == ["mae"]
     assert list(find_metrics("f1", "bce")) == ["f1"]
     with pytest.raises(qv.QuiverError, match=r"unknown loss 'bcee'; did you mean 'bce'"):
@@ -145,7 +145,7 @@ def test_metrics_that_are_no_means_are_each_clients_own(executor: Any) -> None:
     found, pairs = run(task, lambda r, n: (r.random((n, 4)) < 0.5).astype(float), executor=executor)
     last = found.history.query("round == 1 and stage == 'mixed'").set_index("client")
     assert list(found.history.columns)[3:] == ["f1", "auroc", "accuracy", "loss"]
-    assert found.summary["metric"] == headline(found.history) == "f1"
+    assert found.summary["metric"] == headline_metric(found.history) == "f1"
     assert last.loc[3].iloc[2:].isna().all()
     for client, (x, y) in enumerate(pairs):
         logits = found.personal(client)(torch.as_tensor(x)).detach()

@@ -21,18 +21,19 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 import quiverfl as qv
-from quiverfl import provenance
-from quiverfl.config import Config, parse
 from quiverfl.data.partition import Partition
 from quiverfl.engine.checkpoint import checkpoints
-from quiverfl.engine.history import Metrics, Record
+from quiverfl.engine.history import Record
 from quiverfl.errors import QuiverWarning
-from quiverfl.experiment import Experiment, run_in_folder
 from quiverfl.methods import METHODS, Method
 from quiverfl.results.groups import group_runs
 from quiverfl.results.run_files import find_runs, read_run
-from quiverfl.run_folder import RunFolder
+from quiverfl.runs import provenance
+from quiverfl.runs.config import Config, parse_config
+from quiverfl.runs.experiment import Experiment, run_in_folder
+from quiverfl.runs.folder import RunFolder
 from quiverfl.topologies.topology import Topology
+from quiverfl.types import Metrics
 from shell import QUIVER, quiver
 
 CONFIG = {
@@ -46,7 +47,7 @@ CONFIG = {
 
 
 def config(**changes: object) -> Config:
-    return parse(CONFIG).with_values((k.replace("__", "."), v) for k, v in changes.items())
+    return parse_config(CONFIG).with_values((k.replace("__", "."), v) for k, v in changes.items())
 
 
 def test_everything_is_there_and_readable(tmp_path: Path) -> None:
@@ -154,39 +155,13 @@ FIRST = """{
  "overrides": {}},
 "topology": {"name": "random_push", "neighbors": 2, "seed": 0, "static": false}
 }"""
-"""The config.json of a run that version 0.1 made, before folders had an `experiment`."""
+"""The config.json of a run that version 0.1 made, before folders had a `schema`."""
 
 
-def first_folder(tmp_path: Path) -> Path:
-    """A folder that version 0.1 left unfinished after two of four rounds."""
-    folder = tmp_path / "first"
-    run_in_folder(parse(json.loads(FIRST)["config"]), folder)
-    for path in (folder / "summary.json", *folder.glob("*.parquet")):
-        path.unlink()
-    for path in (folder / "checkpoints").glob("round-000004.*"):
-        path.unlink()
-    (folder / "config.json").write_text(FIRST)
-    return folder
-
-
-def test_a_folder_of_the_first_version_is_resumed_and_reported(tmp_path: Path) -> None:
-    folder = first_folder(tmp_path)
-    same = RunFolder(folder).config().with_values([("run.executor", "auto"), ("run.threads", 2)])
-    assert run_in_folder(same, folder)["finished"]
-    (group,) = group_runs(find_runs([folder]))
-    assert (group.label, group.first.done_rounds, group.finished) == ("DFedPGP", 4, True)
-    other = same.with_values([("training.lr", 0.1)])
-    with pytest.raises(qv.QuiverError, match=r"\(training.lr: 0.05 there, 0.1 here\)"):
-        run_in_folder(other, folder)
-
-
-def test_a_folder_of_the_first_version_that_was_changed_is_refused(tmp_path: Path) -> None:
-    folder = first_folder(tmp_path)
-    (folder / "config.json").write_text(FIRST.replace('"threads": 1', '"threads": 2'))
-    RunFolder(folder).config()  # how it is carried out is not what it is
-    (folder / "config.json").write_text(FIRST.replace('"lr": 0.05', '"lr": 0.5'))
-    with pytest.raises(qv.QuiverError, match="was changed after the run was started"):
-        RunFolder(folder).config()
+def test_a_folder_of_the_first_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(FIRST)
+    with pytest.raises(qv.QuiverError, match=r"written by Quiver 0\.1.*use quiverfl 0\.1"):
+        RunFolder(tmp_path).config()
 
 
 def test_a_folder_of_a_later_version_is_left_to_it(tmp_path: Path) -> None:
@@ -279,12 +254,12 @@ def test_a_damaged_history_is_named_and_no_result_made_of_it(tmp_path: Path, nam
 
 
 def test_under_natural_every_owner_is_a_client_unless_fewer_are_wanted() -> None:
-    natural = parse({"data": {"partition": "natural"}})
+    natural = parse_config({"data": {"partition": "natural"}})
     assert natural.data.clients is None
     assert natural.with_values([("training.lr", 0.1)]).data.clients is None
-    assert parse(natural.model_dump(mode="json")).data.clients is None
-    assert parse({"data": {"partition": "natural", "clients": 7}}).data.clients == 7
-    assert parse({}).data.clients == 20
+    assert parse_config(natural.model_dump(mode="json")).data.clients is None
+    assert parse_config({"data": {"partition": "natural", "clients": 7}}).data.clients == 7
+    assert parse_config({}).data.clients == 20
 
 
 def flip_a_bit(path: Path) -> None:
@@ -387,12 +362,12 @@ def test_what_a_full_disk_refuses_is_made_up_for(
 ) -> None:
     run_in_folder(config(), tmp_path / "whole")
     folder, recorder = tmp_path / "run", None
-    close = RunFolder.close
+    finish = RunFolder.finish
     with filling_disk() as fill:
         if first == "line":
             recorder = Filling(folder, fill)
         elif first == "parquet":
-            monkeypatch.setattr(RunFolder, "close", lambda *given: (fill(99), close(*given))[1])
+            monkeypatch.setattr(RunFolder, "finish", lambda *given: (fill(99), finish(*given))[1])
         else:
             fill({"config": 99, "partition": 3_000, "checkpoint": 12_000}[first])
         with pytest.raises(qv.QuiverError, match="cannot be written") as refused:
@@ -509,12 +484,12 @@ def test_the_command_is_said_as_it_could_be_typed(
 ) -> None:
     monkeypatch.delenv(provenance.COMMAND, raising=False)
     monkeypatch.setattr(sys, "argv", argv)
-    assert provenance.command() == said
-    told = provenance.passed_on()
+    assert provenance.read_command() == said
+    told = provenance.command_environment()
     assert told == ({} if said is None else {provenance.COMMAND: said})
     monkeypatch.setattr(os, "environ", {**os.environ, **told})
     monkeypatch.setattr(sys, "argv", ["job.py"])
-    assert provenance.command() == (said or "job.py"), "a worker names who it works for"
+    assert provenance.read_command() == (said or "job.py"), "a worker names who it works for"
 
 
 def test_the_commit_is_that_of_the_clone(tmp_path: Path) -> None:
@@ -523,13 +498,13 @@ def test_the_commit_is_that_of_the_clone(tmp_path: Path) -> None:
         command = ["git", "-C", str(tmp_path), *who, *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    assert provenance._of_clone(tmp_path) is None, "no clone"
+    assert provenance._describe_clone(tmp_path) is None, "no clone"
     git("init", "-q")
     (tmp_path / "file").write_text("a")
     git("add", "file")
     git("commit", "-qm", "one")
     git("tag", "-a", "v1", "-m", "one")
     head = git("rev-parse", "HEAD")[:12]
-    assert provenance._of_clone(tmp_path) == head
+    assert provenance._describe_clone(tmp_path) == head
     (tmp_path / "file").write_text("b")
-    assert provenance._of_clone(tmp_path) == f"{head}-dirty"
+    assert provenance._describe_clone(tmp_path) == f"{head}-dirty"

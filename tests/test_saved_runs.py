@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.experiment import run_in_folder
-from quiverfl.run_folder import RunFolder
+from quiverfl.runs.experiment import run_in_folder
+from quiverfl.runs.folder import RunFolder
 from small import PUSH, simulate
 
 TREE = {
@@ -112,3 +112,14 @@ def test_objects_show_no_tensors(name: str) -> None:
     assert "tensor" not in text
     assert "array" not in text
     assert shown._repr_html_().startswith("<table>")
+
+
+def test_one_stage_can_be_drawn_alone(tmp_path: Path) -> None:
+    run = simulate(qv.DFedPGP(), PUSH(6), rounds=2)
+    saved = qv.load_run(run.save(tmp_path / "run"))
+    for one in (run, saved):
+        labels = [line.get_label() for line in one.plot().axes[0].lines]
+        assert labels == ["local", "mixed"]
+        for stage in ("local", "mixed"):
+            (line,) = one.plot(stage=stage).axes[0].lines
+            assert line.get_label() == stage

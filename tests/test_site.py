@@ -69,16 +69,28 @@ def test_every_link_has_its_target(site: Path) -> None:
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     """Those that have no section there yet are put at the end."""
-    listed = re.findall(r"^::: quiverfl\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    listed = re.findall(r"^::: quiverfl\.(\w+)$", page, re.M)
     assert set(listed) <= set(quiverfl.__all__)
-    ids = Links((site / "api" / "index.html").read_text()).ids
+    ids = Links((site / "reference" / "api" / "index.html").read_text()).ids
     assert [name for name in quiverfl.__all__ if f"quiverfl.{name}" not in ids] == []
 
 
 def test_pages_of_the_repository_are_on_the_site(site: Path) -> None:
-    assert "Two commands" in (site / "index.html").read_text()
+    assert "Open a live sample report" in (site / "index.html").read_text()
+    assert (site / "start" / "sample-report.html").stat().st_size < 400_000
     for page in ("changelog", "contributing", "security", "benchmarks", "examples"):
         assert (site / page / "index.html").exists()
+
+
+def test_pages_that_the_code_names_are_there() -> None:
+    files = [
+        p for room in ("src", "tests", "benchmarks", "configs") for p in (ROOT / room).rglob("*")
+    ]
+    texts = [p.read_text() for p in files if p.suffix in (".py", ".toml", ".md", ".c")]
+    named = {page for text in texts for page in re.findall(r"docs/[a-z-]+/[a-z-]+\.md", text)}
+    assert len(named) > 5
+    assert [page for page in sorted(named) if not (ROOT / page).is_file()] == []
 
 
 def test_a_dead_link_breaks_the_build(tmp_path: Path) -> None:

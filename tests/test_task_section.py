@@ -13,13 +13,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
-from quiverfl.config import parse
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import make_task, run_in_folder
 from quiverfl.results.groups import common_metric, group_runs
 from quiverfl.results.run_files import find_runs
 from quiverfl.results.tables import comparison_table
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.experiment import make_task, run_in_folder
 
 LANGUAGE = """
 from torch import nn
@@ -94,7 +94,7 @@ def tree(kind: str) -> dict[str, Any]:
 def test_a_run_folder_and_its_table_are_judged_by_the_tasks_metric(
     here: Path, kind: str, metric: str, outputs: int
 ) -> None:
-    config = parse(tree(kind))
+    config = parse_config(tree(kind))
     summary = run_in_folder(config, here / "run")
     assert summary["metric"] == metric
     dataset = load_dataset(config.data.name, ".", **config.data.options)
@@ -110,7 +110,7 @@ def test_a_run_folder_and_its_table_are_judged_by_the_tasks_metric(
 
 
 def test_a_report_of_a_regression(here: Path) -> None:
-    run_in_folder(parse(tree("regression")), here / "runs" / "one")
+    run_in_folder(parse_config(tree("regression")), here / "runs" / "one")
     result = CliRunner().invoke(app, ["report", "runs", "--out", "page.html"])
     assert result.exit_code == 0, result.output
     assert "Test mae" in result.output
@@ -130,12 +130,14 @@ def test_several_columns_to_learn(here: Path) -> None:
 
 
 def test_a_default_task_leaves_the_identity_as_it_was(here: Path) -> None:
-    assert parse({}).identity() == parse({"task": {"loss": "cross_entropy"}}).identity()
-    assert parse({}).identity() != parse({"task": {"metrics": ["f1"]}}).identity()
+    assert (
+        parse_config({}).identity() == parse_config({"task": {"loss": "cross_entropy"}}).identity()
+    )
+    assert parse_config({}).identity() != parse_config({"task": {"metrics": ["f1"]}}).identity()
 
 
 def test_ones_own_loss_is_part_of_what_a_run_is_made_from(here: Path) -> None:
-    config = parse(
+    config = parse_config(
         tree("regression") | {"task": {"loss": "language_nets:short", "metrics": ["mae"]}}
     )
     summary = run_in_folder(config, here / "run")
@@ -157,7 +159,7 @@ def test_ones_own_loss_is_part_of_what_a_run_is_made_from(here: Path) -> None:
 )
 def test_slips_are_named(here: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(QuiverError, match=words):
-        run_in_folder(parse(tree("regression") | change), here / "run")
+        run_in_folder(parse_config(tree("regression") | change), here / "run")
     assert not (here / "run" / "config.json").exists()
 
 

@@ -7,9 +7,11 @@ are turned to where the pages are on the site.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import posixpath
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -27,8 +29,13 @@ ELSEWHERE = {
 LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 
 
+API = "reference/api.md"
+
+
 def on_files(files: Files, config: Any) -> Files:
     for source, page in ELSEWHERE.items():
+        if (ROOT / "docs" / page).exists():  # the site has a page of its own in this place
+            continue
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=turned(text, source)))
     return files
@@ -36,19 +43,33 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     name = page.file.src_uri
-    if name == "api.md":
-        return markdown + unplaced(markdown)
-    return markdown if name in ELSEWHERE.values() else turned(markdown, f"docs/{name}")
+    if name == API:
+        markdown = parameters().with_tables(markdown + unplaced(markdown))
+    source = ROOT / "docs" / name
+    return turned(markdown, f"docs/{name}") if source.exists() else markdown
+
+
+def parameters() -> ModuleType:
+    """The module beside this one; hooks of mkdocs are no package."""
+    place = Path(__file__).with_name("parameters.py")
+    spec = importlib.util.spec_from_file_location("quiver_docs_parameters", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def unplaced(reference: str) -> str:
     """The public names that nobody has put into a section of the reference yet."""
-    source = (ROOT / "src" / "quiverfl" / "__init__.py").read_text(encoding="utf-8")
-    names = next(
-        ast.literal_eval(node.value)
+    source = (ROOT / "src" / "quiverfl" / "__init__.pyi").read_text(encoding="utf-8")
+    names = [
+        alias.asname
         for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    ]
     missing = [name for name in names if f"::: quiverfl.{name}\n" not in reference]
     listed = "".join(f"::: quiverfl.{name}\n" for name in missing)
     return f"\n## Further names\n\n{listed}" if missing else ""
@@ -57,13 +78,14 @@ def unplaced(reference: str) -> str:
 def turned(text: str, source: str) -> str:
     """A text with links as they are on the site; `source` is where it lies in the repository."""
 
+    page = ELSEWHERE.get(source, source.removeprefix("docs/"))
+
     def target(found: re.Match[str]) -> str:
         begin, path, anchor, end = found.groups()
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        if place in ELSEWHERE:
-            path = ELSEWHERE[place]
-        elif place.startswith("docs/"):
-            path = place.removeprefix("docs/")
+        if place in ELSEWHERE or place.startswith("docs/"):
+            goal = ELSEWHERE.get(place, place.removeprefix("docs/"))
+            path = posixpath.relpath(goal, posixpath.dirname(page) or ".")
         return f"{begin}{path}{anchor or ''}{end}"
 
     return LINK.sub(target, text)

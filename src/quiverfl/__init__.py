@@ -1,383 +1,55 @@
 """Quiver: decentralized personalized federated learning over directed graphs.
 
-Everything public is a name of this package. It is imported when it is first used, so that a command
-which needs no torch does not wait for it.
+The public names are listed in `__init__.pyi`. Each is imported when it is first used, so that a
+command which needs no torch does not wait for it.
 """
 
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quiverfl.callbacks import Callback, EarlyStopping, MLflow, TensorBoard, WandB
-    from quiverfl.comparison import Comparison, compare, report
-    from quiverfl.data.batches import batch_order
-    from quiverfl.data.dataset import Dataset
-    from quiverfl.data.federated import FederatedData
-    from quiverfl.data.sharing import partition
-    from quiverfl.data.sources import load_dataset
-    from quiverfl.data.sources.huggingface import from_huggingface
-    from quiverfl.data.sources.torch_items import from_torch
-    from quiverfl.engine.settings import RunSettings
-    from quiverfl.engine.simulate import simulate
-    from quiverfl.engine.simulation_run import ClientState, Run
-    from quiverfl.errors import CallbackFailed, Diverged, Interrupted, QuiverError
-    from quiverfl.experiment import Experiment
-    from quiverfl.memory import keep_freed_memory
-    from quiverfl.methods import (
-        APFL,
-        METHODS,
-        MOON,
-        OSGP,
-        SCAFFOLD,
-        DFedAvgM,
-        DFedAvgMP,
-        DFedPGP,
-        DFedPGPSAM,
-        DFedSAM,
-        DisPFL,
-        Ditto,
-        FedAvg,
-        FedBABU,
-        FedPer,
-        FedProto,
-        FedProx,
-        FedRep,
-        Interleaved,
-        Local,
-        Lookahead,
-        Loss,
-        Message,
-        Method,
-        Moment,
-        Once,
-        PerFedAvg,
-        PFedMe,
-        PushDIGing,
-        Start,
-        Train,
-        Trained,
-    )
-    from quiverfl.methods.options import (
-        Count,
-        Fraction,
-        NotNegative,
-        Number,
-        Positive,
-        UnitInterval,
-    )
-    from quiverfl.methods.state import Personal, Replicated, Scalar, Shared
-    from quiverfl.models import MODELS, make_model
-    from quiverfl.models.group_norm import group_norm
-    from quiverfl.models.lora import lora
-    from quiverfl.objectives import Metric
-    from quiverfl.peer.peer import Peer
-    from quiverfl.saved_runs import SavedRun, load_run
-    from quiverfl.sweeps.swept import Swept, sweep
-    from quiverfl.task import Point, Seen, Task
-    from quiverfl.topologies import (
-        TOPOLOGIES,
-        Graph,
-        Looks,
-        Topology,
-        View,
-        bandit_push,
-        custom,
-        directed_ring,
-        erdos_renyi,
-        exponential,
-        from_matrix,
-        from_networkx,
-        full,
-        grid,
-        isolated,
-        loss_push,
-        one_peer_exponential,
-        participating,
-        random_pull,
-        random_push,
-        random_regular,
-        ring,
-        similar_push,
-        star,
-        torus,
-        unreliable,
-    )
-    from quiverfl.training import Training
-    from quiverfl.transforms.adversary import (
-        Adaptive,
-        AddNoise,
-        ForgedMass,
-        LabelFlip,
-        ScaledUpdate,
-        SignFlip,
-    )
-    from quiverfl.transforms.compression import Quantize, RandomK, TopK
-    from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
-    from quiverfl.transforms.robustness import Balance, NormBound, SelfCenteredClip
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "APFL",
-    "DPSGD",
-    "METHODS",
-    "MODELS",
-    "MOON",
-    "OSGP",
-    "SCAFFOLD",
-    "TOPOLOGIES",
-    "Adaptive",
-    "AddNoise",
-    "Balance",
-    "Callback",
-    "CallbackFailed",
-    "ClientState",
-    "Comparison",
-    "Count",
-    "DFedAvgM",
-    "DFedAvgMP",
-    "DFedPGP",
-    "DFedPGPSAM",
-    "DFedSAM",
-    "Dataset",
-    "DisPFL",
-    "Ditto",
-    "Diverged",
-    "EarlyStopping",
-    "Experiment",
-    "FedAvg",
-    "FedBABU",
-    "FedPer",
-    "FedProto",
-    "FedProx",
-    "FedRep",
-    "FederatedData",
-    "ForgedMass",
-    "Fraction",
-    "Graph",
-    "Interleaved",
-    "Interrupted",
-    "LabelFlip",
-    "Local",
-    "Lookahead",
-    "Looks",
-    "Loss",
-    "MLflow",
-    "Message",
-    "Method",
-    "Metric",
-    "Moment",
-    "NormBound",
-    "NotNegative",
-    "Number",
-    "Once",
-    "PFedMe",
-    "Peer",
-    "PerFedAvg",
-    "Personal",
-    "Point",
-    "Positive",
-    "PushDIGing",
-    "Quantize",
-    "QuiverError",
-    "RandomK",
-    "Replicated",
-    "Run",
-    "RunSettings",
-    "SavedRun",
-    "Scalar",
-    "ScaledUpdate",
-    "Seen",
-    "SelfCenteredClip",
-    "Shared",
-    "SignFlip",
-    "Start",
-    "Swept",
-    "Task",
-    "TensorBoard",
-    "TopK",
-    "Topology",
-    "Train",
-    "Trained",
-    "Training",
-    "UnitInterval",
-    "UpdatePrivacy",
-    "View",
-    "WandB",
-    "bandit_push",
-    "batch_order",
-    "compare",
-    "custom",
-    "directed_ring",
-    "erdos_renyi",
-    "exponential",
-    "from_huggingface",
-    "from_matrix",
-    "from_networkx",
-    "from_torch",
-    "full",
-    "grid",
-    "group_norm",
-    "isolated",
-    "keep_freed_memory",
-    "load_dataset",
-    "load_run",
-    "lora",
-    "loss_push",
-    "make_model",
-    "one_peer_exponential",
-    "participating",
-    "partition",
-    "random_pull",
-    "random_push",
-    "random_regular",
-    "report",
-    "ring",
-    "similar_push",
-    "simulate",
-    "star",
-    "sweep",
-    "torus",
-    "unreliable",
-]
-
-_PLACES = {
-    "batch_order": "quiverfl.data.batches",
-    "FederatedData": "quiverfl.data.federated",
-    "RunSettings": "quiverfl.engine.settings",
-    "simulate": "quiverfl.engine.simulate",
-    "ClientState": "quiverfl.engine.simulation_run",
-    "Run": "quiverfl.engine.simulation_run",
-    "Diverged": "quiverfl.errors",
-    "Interrupted": "quiverfl.errors",
-    "QuiverError": "quiverfl.errors",
-    "keep_freed_memory": "quiverfl.memory",
-    "APFL": "quiverfl.methods",
-    "METHODS": "quiverfl.methods",
-    "MOON": "quiverfl.methods",
-    "OSGP": "quiverfl.methods",
-    "SCAFFOLD": "quiverfl.methods",
-    "DFedAvgM": "quiverfl.methods",
-    "DFedAvgMP": "quiverfl.methods",
-    "DFedPGP": "quiverfl.methods",
-    "DFedPGPSAM": "quiverfl.methods",
-    "DFedSAM": "quiverfl.methods",
-    "DisPFL": "quiverfl.methods",
-    "Ditto": "quiverfl.methods",
-    "FedAvg": "quiverfl.methods",
-    "FedBABU": "quiverfl.methods",
-    "FedPer": "quiverfl.methods",
-    "FedProto": "quiverfl.methods",
-    "FedProx": "quiverfl.methods",
-    "FedRep": "quiverfl.methods",
-    "Interleaved": "quiverfl.methods",
-    "Local": "quiverfl.methods",
-    "Lookahead": "quiverfl.methods",
-    "Loss": "quiverfl.methods",
-    "Message": "quiverfl.methods",
-    "Method": "quiverfl.methods",
-    "Moment": "quiverfl.methods",
-    "Once": "quiverfl.methods",
-    "PerFedAvg": "quiverfl.methods",
-    "PFedMe": "quiverfl.methods",
-    "PushDIGing": "quiverfl.methods",
-    "Start": "quiverfl.methods",
-    "Train": "quiverfl.methods",
-    "Trained": "quiverfl.methods",
-    "Count": "quiverfl.methods.options",
-    "Fraction": "quiverfl.methods.options",
-    "NotNegative": "quiverfl.methods.options",
-    "Number": "quiverfl.methods.options",
-    "Positive": "quiverfl.methods.options",
-    "UnitInterval": "quiverfl.methods.options",
-    "Personal": "quiverfl.methods.state",
-    "Replicated": "quiverfl.methods.state",
-    "Scalar": "quiverfl.methods.state",
-    "Shared": "quiverfl.methods.state",
-    "group_norm": "quiverfl.models.group_norm",
-    "lora": "quiverfl.models.lora",
-    "Metric": "quiverfl.objectives",
-    "Peer": "quiverfl.peer.peer",
-    "Point": "quiverfl.task",
-    "Seen": "quiverfl.task",
-    "Task": "quiverfl.task",
-    "TOPOLOGIES": "quiverfl.topologies",
-    "Graph": "quiverfl.topologies",
-    "Topology": "quiverfl.topologies",
-    "Looks": "quiverfl.topologies",
-    "View": "quiverfl.topologies",
-    "bandit_push": "quiverfl.topologies",
-    "loss_push": "quiverfl.topologies",
-    "similar_push": "quiverfl.topologies",
-    "custom": "quiverfl.topologies",
-    "directed_ring": "quiverfl.topologies",
-    "erdos_renyi": "quiverfl.topologies",
-    "exponential": "quiverfl.topologies",
-    "from_matrix": "quiverfl.topologies",
-    "from_networkx": "quiverfl.topologies",
-    "full": "quiverfl.topologies",
-    "grid": "quiverfl.topologies",
-    "isolated": "quiverfl.topologies",
-    "one_peer_exponential": "quiverfl.topologies",
-    "participating": "quiverfl.topologies",
-    "random_pull": "quiverfl.topologies",
-    "random_push": "quiverfl.topologies",
-    "random_regular": "quiverfl.topologies",
-    "ring": "quiverfl.topologies",
-    "star": "quiverfl.topologies",
-    "torus": "quiverfl.topologies",
-    "unreliable": "quiverfl.topologies",
-    "Training": "quiverfl.training",
-    "Quantize": "quiverfl.transforms.compression",
-    "RandomK": "quiverfl.transforms.compression",
-    "TopK": "quiverfl.transforms.compression",
-    "Adaptive": "quiverfl.transforms.adversary",
-    "AddNoise": "quiverfl.transforms.adversary",
-    "ForgedMass": "quiverfl.transforms.adversary",
-    "LabelFlip": "quiverfl.transforms.adversary",
-    "ScaledUpdate": "quiverfl.transforms.adversary",
-    "SignFlip": "quiverfl.transforms.adversary",
-    "UpdatePrivacy": "quiverfl.transforms.privacy",
-    "DPSGD": "quiverfl.transforms.privacy",
-    "Balance": "quiverfl.transforms.robustness",
-    "NormBound": "quiverfl.transforms.robustness",
-    "SelfCenteredClip": "quiverfl.transforms.robustness",
-    "Dataset": "quiverfl.data.dataset",
-    "from_huggingface": "quiverfl.data.sources.huggingface",
-    "from_torch": "quiverfl.data.sources.torch_items",
-    "load_dataset": "quiverfl.data.sources",
-    "partition": "quiverfl.data.sharing",
-    "MODELS": "quiverfl.models",
-    "make_model": "quiverfl.models",
-    "Callback": "quiverfl.callbacks",
-    "EarlyStopping": "quiverfl.callbacks",
-    "MLflow": "quiverfl.callbacks",
-    "TensorBoard": "quiverfl.callbacks",
-    "WandB": "quiverfl.callbacks",
-    "Experiment": "quiverfl.experiment",
-    "SavedRun": "quiverfl.saved_runs",
-    "load_run": "quiverfl.saved_runs",
-    "Swept": "quiverfl.sweeps.swept",
-    "sweep": "quiverfl.sweeps.swept",
-    "Comparison": "quiverfl.comparison",
-    "compare": "quiverfl.comparison",
-    "report": "quiverfl.comparison",
-    "CallbackFailed": "quiverfl.errors",
+_RENAMED = {
+    "Looks": "ReportSpec",
+    "Moment": "StepInfo",
+    "Once": "SingleStep",
+    "Point": "Params",
+    "Seen": "ModelOutputs",
+    "Swept": "SweepResult",
+    "View": "ReportView",
 }
-"""Where each of them comes from; the same as the imports above, which type checkers read."""
+"""Public names of versions before 0.3."""
 
-if not TYPE_CHECKING:  # for a type checker, a name that is not above is a mistake
 
-    def __getattr__(name: str) -> object:
-        if name in _PLACES:
-            value = getattr(import_module(_PLACES[name]), name)
-            if isinstance(value, type):
-                import_module("quiverfl.field_texts").explain(value)
-            globals()[name] = value  # the next use finds it there
-            return value
-        if name in {place.split(".")[1] for place in _PLACES.values()}:
-            return import_module(f"quiverfl.{name}")
+@cache
+def _public_names() -> dict[str, str]:
+    """Every public name with its module, as the stub lists them."""
+    import ast
+    from pathlib import Path
+
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__all__":
+        return sorted(_public_names())
+    if name.startswith("__"):
         raise AttributeError(f"module 'quiverfl' has no attribute {name!r}")
+    if name in _RENAMED:
+        raise AttributeError(f"quiverfl.{name} is now called quiverfl.{_RENAMED[name]}")
+    names = _public_names()
+    if name in names:
+        value = getattr(import_module(names[name]), name)
+        if isinstance(value, type):
+            import_module("quiverfl.support.cards").explain(value)
+        globals()[name] = value  # the next use finds it there
+        return value
+    if name in {module.split(".")[1] for module in names.values()}:
+        return import_module(f"quiverfl.{name}")
+    raise AttributeError(f"module 'quiverfl' has no attribute {name!r}")
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_PLACES})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_public_names()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quiverfl.cli.main import main
-from quiverfl.distributed.rank_environment import end_rank, world_size
+from quiverfl.distributed.processes import end_rank, world_size
 
 if __name__ == "__main__":
     try:

@@ -16,11 +16,26 @@ class QuiverWarning(UserWarning):
 
 
 class CannotWrite(QuiverError):
-    """The disk did not take what was to be written."""
+    """The disk did not take what was to be written in `place`, for this `reason`."""
+
+    place: object = ""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, place: object, reason: str, again: str) -> CannotWrite:
+        """With the way to continue in the words of whoever was asked to write."""
+        error = cls(
+            f"{place} cannot be written: {reason}. Nothing is lost: make room or make it writable, "
+            f"then {again}."
+        )
+        error.place, error.reason = place, reason
+        return error
 
 
 class Stopped(QuiverError):
     """Asked to stop, after this many complete rounds; everything up to there is in a checkpoint."""
+
+    run: Any = None
 
     def __init__(self, rounds: int) -> None:
         super().__init__(f"stopped after round {rounds}.")
@@ -28,10 +43,10 @@ class Stopped(QuiverError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a simulation; `run` has what there was."""
+    """Ctrl-C in a simulation; `run` has what there was, the sentence says how to continue."""
 
-    def __init__(self, run: Any) -> None:
-        super().__init__("interrupted")
+    def __init__(self, run: Any, sentence: str) -> None:
+        super().__init__(sentence)
         self.run = run
 
 
@@ -59,24 +74,26 @@ class Diverged(QuiverError):
         super().__init__(
             f"round {round + 1}, client {client}: {where} is not finite; training diverged. "
             "Lower training.lr, set or lower training.clip_norm (10 is common) or, for push-sum on "
-            "sparse graphs, method.step_floor. What was recorded before this round is kept."
+            "sparse graphs, method.step_floor or method.step. What was recorded before this round "
+            "is kept."
         )
         self.round = round
         self.client = client
         self.where = where
 
 
-def leave_out(key: str) -> str:
+def say_leave_out(key: str) -> str:
     """How a key of a configuration is taken out where it does not fit another choice."""
     return f'Leave it out (`--set {key}=`; in a case of a sweep: without = ["{key}"]).'
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """`did you mean …?` for an unknown word, with everything known behind it.
 
-    It continues a sentence, after a semicolon or a colon.
+    It continues a sentence, after a semicolon or a colon. Small and capital letters are alike.
     """
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    guess = f"did you mean {close[0]!r}? Known" if close else "known"
+    by_lower = {name.lower(): name for name in reversed(names)}
+    close = difflib.get_close_matches(word.lower(), sorted(by_lower), n=1, cutoff=0.6)
+    guess = f"did you mean {by_lower[close[0]]!r}? Known" if close else "known"
     return f"{guess} are {', '.join(names)}."

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.references import is_reference, load_callable
+from quiverfl.errors import QuiverError
+from quiverfl.support.references import Registry
 from quiverfl.trees import Tree
 
 PerSample: TypeAlias = Callable[[Tree, Tree], Tensor]
@@ -56,8 +56,8 @@ def logits(outputs: Tree) -> Tensor:
         outputs = outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
     if isinstance(outputs, tuple | list):
         outputs = outputs[0]
-    found: Tensor = outputs
-    return found
+    predictions: Tensor = outputs
+    return predictions
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -72,14 +72,14 @@ def cross_entropy(outputs: Tree, targets: Tensor) -> Tensor:
 
 def bce(outputs: Tree, targets: Tensor) -> Tensor:
     """Any number of labels per sample, each true or not: logits and targets [n, labels] or [n]."""
-    found, wanted = _alike(outputs, targets)
-    return _mean(F.binary_cross_entropy_with_logits(found, wanted, reduction="none"))
+    predictions, wanted = _check_same_shape(outputs, targets)
+    return _mean(F.binary_cross_entropy_with_logits(predictions, wanted, reduction="none"))
 
 
 def mse(outputs: Tree, targets: Tensor) -> Tensor:
     """Numbers: outputs and targets of one shape, or [n, 1] and [n]."""
-    found, wanted = _alike(outputs, targets)
-    return _mean((found - wanted) ** 2)
+    predictions, wanted = _check_same_shape(outputs, targets)
+    return _mean((predictions - wanted) ** 2)
 
 
 def next_token(outputs: Tree, targets: Tensor) -> Tensor:
@@ -87,105 +87,113 @@ def next_token(outputs: Tree, targets: Tensor) -> Tensor:
 
     Targets are those of the place itself (shift them beforehand); -100 counts for nothing.
     """
-    losses, counted = _tokens(outputs, targets)
+    losses, counted = _shift_tokens(outputs, targets)
     return losses.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
 
 
-def _tokens(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
-    found = logits(outputs)
-    if found.ndim != 3 or targets.ndim != 2 or found.shape[:2] != targets.shape:
+def _shift_tokens(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
+    predictions = logits(outputs)
+    if predictions.ndim != 3 or targets.ndim != 2 or predictions.shape[:2] != targets.shape:
         raise ValueError(
             f"next_token needs logits [n, places, vocabulary] and targets [n, places], not "
-            f"{list(found.shape)} and {list(targets.shape)}"
+            f"{list(predictions.shape)} and {list(targets.shape)}"
         )
     losses = F.cross_entropy(
-        found.transpose(1, 2), targets, reduction="none", ignore_index=NO_TOKEN
+        predictions.transpose(1, 2), targets, reduction="none", ignore_index=NO_TOKEN
     )
     return losses, (targets != NO_TOKEN).to(losses.dtype)
 
 
-def _alike(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
-    found = logits(outputs)
-    if found.ndim == targets.ndim + 1 and found.shape[-1] == 1:
-        found = found.squeeze(-1)
-    if found.shape != targets.shape:
+def _check_same_shape(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
+    predictions = logits(outputs)
+    if predictions.ndim == targets.ndim + 1 and predictions.shape[-1] == 1:
+        predictions = predictions.squeeze(-1)
+    if predictions.shape != targets.shape:
         raise ValueError(
-            f"outputs {list(found.shape)} and targets {list(targets.shape)} must have the same "
-            "shape"
+            f"outputs {list(predictions.shape)} and targets {list(targets.shape)} must have the "
+            "same shape"
         )
-    return found, targets.to(found.dtype)
+    return predictions, targets.to(predictions.dtype)
 
 
-def correct(outputs: Tree, targets: Tensor) -> Tensor:
+def is_correct(outputs: Tree, targets: Tensor) -> Tensor:
     """1 where the answer is right: its mean is the accuracy.
 
     One class per sample; of several labels, or of several places, the share that is right.
     """
-    found = logits(outputs)
-    if found.ndim == targets.ndim + 1 and found.shape[-1] > 1:
-        right = (found.argmax(dim=-1) == targets).to(found.dtype)
+    predictions = logits(outputs)
+    if predictions.ndim == targets.ndim + 1 and predictions.shape[-1] > 1:
+        right = (predictions.argmax(dim=-1) == targets).to(predictions.dtype)
         if right.ndim == 1:
             return right
-        counted = (targets != NO_TOKEN).to(found.dtype)
+        counted = (targets != NO_TOKEN).to(predictions.dtype)
         return (right * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
-    found, wanted = _alike(found, targets)
-    return _mean(((found > 0) == (wanted > 0.5)).to(found.dtype))
+    predictions, wanted = _check_same_shape(predictions, targets)
+    return _mean(((predictions > 0) == (wanted > 0.5)).to(predictions.dtype))
 
 
 def absolute_error(outputs: Tree, targets: Tensor) -> Tensor:
-    found, wanted = _alike(outputs, targets)
-    return _mean((found - wanted).abs())
+    predictions, wanted = _check_same_shape(outputs, targets)
+    return _mean((predictions - wanted).abs())
 
 
-def _answers(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _predict(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
     """What is said and what is true of every class or label: 0 or 1, [n, classes]."""
-    found = logits(outputs)
-    if found.ndim == 2 and targets.ndim == 1 and found.shape[1] > 1:
-        said, true = found.argmax(dim=1), targets
-        return F.one_hot(said, found.shape[1]), F.one_hot(true, found.shape[1])
-    found, wanted = _alike(outputs, targets)
-    said, true = (found > 0).long(), (wanted > 0.5).long()
+    predictions = logits(outputs)
+    if predictions.ndim == 2 and targets.ndim == 1 and predictions.shape[1] > 1:
+        said, true = predictions.argmax(dim=1), targets
+        return F.one_hot(said, predictions.shape[1]), F.one_hot(true, predictions.shape[1])
+    predictions, wanted = _check_same_shape(outputs, targets)
+    said, true = (predictions > 0).long(), (wanted > 0.5).long()
     return (said.unsqueeze(1), true.unsqueeze(1)) if said.ndim == 1 else (said, true)
 
 
-def _hits(outputs: Tree, targets: Tensor) -> Tensor:
-    said, true = _answers(outputs, targets)
+def _count_hits(outputs: Tree, targets: Tensor) -> Tensor:
+    said, true = _predict(outputs, targets)
     return torch.cat([said * true, said * (1 - true), (1 - said) * true], dim=1)
 
 
-def _f1(sums: Tensor) -> Tensor:
+def _compute_f1(sums: Tensor) -> Tensor:
     """2·tp / (2·tp + fp + fn), the mean over the classes that occur; NaN if none does."""
     true, false, missed = sums.chunk(3, dim=1)
     each = 2 * true / (2 * true + false + missed)  # NaN for a class that does not occur
     return each.nanmean(dim=1)
 
 
-def _token_sums(outputs: Tree, targets: Tensor) -> Tensor:
-    losses, counted = _tokens(outputs, targets)
+def _sum_tokens(outputs: Tree, targets: Tensor) -> Tensor:
+    losses, counted = _shift_tokens(outputs, targets)
     return torch.stack([losses.sum(dim=1), counted.sum(dim=1)], dim=1)
 
 
-def _perplexity(sums: Tensor) -> Tensor:
+def _compute_perplexity(sums: Tensor) -> Tensor:
     return torch.exp(sums[:, 0] / sums[:, 1])
 
 
-def _auroc(outputs: Tree, targets: Tensor) -> float:
+def _compute_auroc(outputs: Tree, targets: Tensor) -> float:
     """The chance that a true sample is ranked above a false one, ties counting half.
 
     Of several classes or labels the mean over those that have both; NaN if none has.
     """
-    found = logits(outputs)
-    if found.ndim == 2 and targets.ndim == 1 and found.shape[1] > 1:
-        true = F.one_hot(targets, found.shape[1])
-        found = found[:, 1:] - found[:, :1] if found.shape[1] == 2 else found.softmax(dim=1)
+    predictions = logits(outputs)
+    if predictions.ndim == 2 and targets.ndim == 1 and predictions.shape[1] > 1:
+        true = F.one_hot(targets, predictions.shape[1])
+        predictions = (
+            predictions[:, 1:] - predictions[:, :1]
+            if predictions.shape[1] == 2
+            else predictions.softmax(dim=1)
+        )
         true = true[:, 1:] if true.shape[1] == 2 else true
     else:
-        found, wanted = _alike(outputs, targets)
-        found, true = (part.reshape(len(part), -1) for part in (found, (wanted > 0.5).long()))
-    return float(torch.stack([_ranked(*c) for c in zip(found.T, true.T, strict=True)]).nanmean())
+        predictions, wanted = _check_same_shape(outputs, targets)
+        predictions, true = (
+            part.reshape(len(part), -1) for part in (predictions, (wanted > 0.5).long())
+        )
+    return float(
+        torch.stack([_rank_scores(*c) for c in zip(predictions.T, true.T, strict=True)]).nanmean()
+    )
 
 
-def _ranked(scores: Tensor, true: Tensor) -> Tensor:
+def _rank_scores(scores: Tensor, true: Tensor) -> Tensor:
     _, place, ties = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ranks = (ties.cumsum(0) - (ties - 1) / 2)[place]
     positive = true.sum()
@@ -194,21 +202,23 @@ def _ranked(scores: Tensor, true: Tensor) -> Tensor:
     return above / pairs  # 0 / 0 where one of the two is missing
 
 
-LOSSES: dict[str, PerSample] = {
+_LOSSES: dict[str, PerSample] = {
     "cross_entropy": cross_entropy,
     "bce": bce,
     "mse": mse,
     "next_token": next_token,
 }
-METRICS: dict[str, AnyMetric] = {
-    "accuracy": correct,
-    "f1": Metric(_hits, _f1),
-    "auroc": Metric(_auroc),
+_METRICS: dict[str, AnyMetric] = {
+    "accuracy": is_correct,
+    "f1": Metric(_count_hits, _compute_f1),
+    "auroc": Metric(_compute_auroc),
     "mae": absolute_error,
     "mse": mse,
-    "perplexity": Metric(_token_sums, _perplexity),
+    "perplexity": Metric(_sum_tokens, _compute_perplexity),
 }
-USUAL: dict[str, tuple[str, ...]] = {
+LOSSES = Registry("loss", _LOSSES, own="module:function")
+METRICS = Registry("metric", _METRICS, own="module:function")
+USUAL_METRICS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("accuracy",),
     "bce": ("accuracy",),
     "mse": ("mae",),
@@ -219,8 +229,7 @@ USUAL: dict[str, tuple[str, ...]] = {
 
 def find_loss(loss: str | PerSample) -> PerSample:
     """A loss by its name in LOSSES or as `module:function`, or a function as it is."""
-    found: PerSample = _find("loss", loss, LOSSES)
-    return found
+    return _find(LOSSES, loss)
 
 
 def find_metrics(
@@ -228,26 +237,24 @@ def find_metrics(
 ) -> dict[str, AnyMetric]:
     """Metrics by name, those of the loss where none are named."""
     if metrics is None:
-        metrics = USUAL.get(loss, ("accuracy",)) if isinstance(loss, str) else ("accuracy",)
+        metrics = USUAL_METRICS.get(loss, ("accuracy",)) if isinstance(loss, str) else ("accuracy",)
     if isinstance(metrics, str):
         metrics = (metrics,)
     if not isinstance(metrics, Mapping):
         metrics = {str(name).rpartition(":")[2]: name for name in metrics}
-    return {name: _find("metric", metric, METRICS) for name, metric in metrics.items()}
+    return {name: _find(METRICS, metric) for name, metric in metrics.items()}
 
 
-def _find(kind: str, wanted: Any, known: Mapping[str, Any]) -> Any:
+Function = TypeVar("Function")
+
+
+def _find(registry: Registry[Function], wanted: Any) -> Function:
     if callable(wanted):
-        return wanted
+        function: Function = wanted
+        return function
     if not isinstance(wanted, str):
         raise QuiverError(
-            f"{kind} = {wanted!r}: give a name ({', '.join(known)}) or a function of outputs and "
-            "targets."
+            f"{registry.kind} = {wanted!r}: give a name ({', '.join(registry)}) or a function of "
+            "outputs and targets."
         )
-    if is_reference(wanted):
-        return load_callable(wanted)
-    if wanted not in known:
-        raise QuiverError(
-            f"unknown {kind} {wanted!r}; {nearest(wanted, known)} Your own: module:function."
-        )
-    return known[wanted]
+    return registry.find(wanted)

@@ -1,16 +1,20 @@
 """Random numbers as pure functions of (seed, purpose, coordinates). There is no global state.
 
-`stream` gives a numpy generator for one place; `hashed` gives one 64-bit number for every
-coordinate of whole arrays at once, which is how the batch order of many clients is drawn together.
+`stream` gives a numpy generator for one purpose and its coordinates. `key_hashes` gives a 64-bit
+number for every coordinate of whole arrays at once: so the batch order of many clients is drawn.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from quiverfl.errors import QuiverError
+from quiverfl.options import python_number
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -20,6 +24,21 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 _ALL = (1 << 64) - 1
 
 
+def check_seeds(seeds: Any) -> list[int]:
+    """A list of seeds; a bare number is refused, since it could be a seed or how many there are."""
+    seeds = python_number(seeds)
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
+        raise QuiverError(
+            f"seeds = {seeds}: one seed or so many? Write [{seeds}] for the seed {seeds}, "
+            f"range({seeds}) for the {seeds} seeds from 0 on."
+        )
+    listed = list(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else []
+    numbers = [python_number(number) for number in listed]
+    if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        raise QuiverError(f"seeds = {seeds!r}: give whole numbers, such as [0, 1, 2].")
+    return numbers
+
+
 def stream(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
     """A generator that depends on nothing but its arguments (Philox keyed by their hash)."""
     text = repr((int(seed), purpose, *(int(c) for c in coordinates))).encode()
@@ -27,18 +46,18 @@ def stream(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def hashed(seed: int, purpose: str, *coordinates: Any) -> Hashes:
+def key_hashes(seed: int, purpose: str, *coordinates: Any) -> Hashes:
     """64 random bits for each coordinate; coordinates broadcast against each other like arrays."""
     text = repr((int(seed), purpose)).encode()
     start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     bits: Hashes = np.asarray(np.uint64(start))
     with np.errstate(over="ignore"):
         for coordinate in coordinates:
-            bits = _mix(bits ^ _mixed(coordinate))
+            bits = _mix(bits ^ _mix_coordinate(coordinate))
     return bits
 
 
-def _mixed(coordinate: Any) -> Any:
+def _mix_coordinate(coordinate: Any) -> Any:
     if not isinstance(coordinate, int) or not -(1 << 63) <= coordinate <= _ALL:
         return _mix(np.asarray(coordinate).astype(np.uint64) + _GOLDEN)
     # The same in Python's numbers, which for one of them is ten times as fast.

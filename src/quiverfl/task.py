@@ -1,8 +1,8 @@
-"""What is learned: a model as a function of its parameters, a loss, metrics, a personal part."""
+"""A task: a model as a function of its parameters, a loss, metrics, a personal part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -11,32 +11,36 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.errors import QuiverError, suggest
 from quiverfl.objectives import find_loss, find_metrics
-from quiverfl.seeds import hashed
-from quiverfl.trees import Layout, Tree, mapped
+from quiverfl.options import refuse_old_names
+from quiverfl.seeds import key_hashes
+from quiverfl.support.cards import ReprCard, format_thousands
+from quiverfl.support.references import describe_origin
+from quiverfl.trees import Layout, Tree, tree_map
 
-Inputs: TypeAlias = Literal["arguments", "tree"]
+InputStyle: TypeAlias = Literal["arguments", "tree"]
 """Whether a dictionary or tuple of inputs is several arguments of the model, or one."""
 
 
-class Point(NamedTuple):
+class Params(NamedTuple):
     """A whole model as two vectors: the shared parameters and the personal ones."""
 
     shared: Tensor
     personal: Tensor
 
 
-class Seen(NamedTuple):
-    """What a model makes of some samples [n, …]."""
+class ModelOutputs(NamedTuple):
+    """A model's outputs for some samples [n, …]."""
 
     outputs: Tree
     features: Tensor
-    """What its head is given; empty where nobody asked for it."""
+    """Input of the head; empty if no method needs it."""
 
 
-@dataclass(frozen=True)
-class Task:
+@refuse_old_names(named="named_params", initial="initial_params", module="make_module")
+@dataclass(frozen=True, repr=False)
+class Task(ReprCard):
     """A model factory split into a shared and a personal part.
 
     `model` returns a fresh nn.Module. `personal` lists prefixes of parameter names: whatever lies
@@ -58,21 +62,21 @@ class Task:
     personal: tuple[str, ...] = ("head",)
     loss: Any = "cross_entropy"  # PerSample, once it has been looked up
     metrics: Any = None  # dict[str, AnyMetric], once they have been
-    inputs: Inputs = "arguments"
+    inputs: InputStyle = "arguments"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metrics", find_metrics(self.metrics, self.loss))
         object.__setattr__(self, "loss", find_loss(self.loss))
-        if self.inputs not in get_args(Inputs):
-            known = nearest(str(self.inputs), get_args(Inputs))
+        if self.inputs not in get_args(InputStyle):
+            known = suggest(str(self.inputs), get_args(InputStyle))
             raise QuiverError(f"Task.inputs = {self.inputs!r}: {known}")
-        if isinstance(self.personal, str):
-            object.__setattr__(self, "personal", (self.personal,))
+        object.__setattr__(self, "personal", _check_prefixes(self.personal))
         if isinstance(self.model, nn.Module) or not callable(self.model):
             raise QuiverError(
                 f"Task.model is a {type(self.model).__name__}: give a function that returns a "
                 "fresh nn.Module, such as the class itself."
             )
+        _check_model(self.skeleton)
         _refuse_batch_statistics(self.skeleton)
         names = [name for name, _ in self._trainable()]
         every = [name for name, _ in self.skeleton.named_parameters()]
@@ -83,9 +87,9 @@ class Task:
                 "every parameter of the model has requires_grad=False: there is nothing to train."
             )
         for prefix in self.personal:
-            if any(_below(name, prefix) for name in names):
+            if any(_is_below(name, prefix) for name in names):
                 continue
-            if any(_below(name, prefix) for name in every):
+            if any(_is_below(name, prefix) for name in every):
                 raise QuiverError(
                     f"personal prefix {prefix!r} matches frozen parameters only "
                     "(requires_grad=False): name a part that is trained."
@@ -103,43 +107,65 @@ class Task:
 
     @cached_property
     def skeleton(self) -> nn.Module:
-        """One instance, of whose values only the frozen ones are used."""
-        with _seeded(0):
-            return self.model()
+        """One instance; only the values of its frozen parameters are used."""
+        with _SeededTorch(0):
+            try:
+                return self.model()
+            except QuiverError:
+                raise
+            except Exception as error:
+                # Also whatever a function of your own raises: where it did is all they need.
+                raise QuiverError(
+                    f"Task.model failed ({describe_origin(error)}): {type(error).__name__}: "
+                    f"{error}. It is called without arguments: give those of the model with "
+                    "lambda, such as model=lambda: MyModel(10)."
+                ) from error
+
+    def title(self) -> str:
+        return f"Task with {type(self.skeleton).__name__}"
+
+    def fields(self) -> dict[str, str]:
+        shared, personal = self.shared_layout.size, self.personal_layout.size
+        return {
+            "parameters": format_thousands(shared + personal),
+            "personal": f"{', '.join(self.personal) or 'nothing'} ({format_thousands(personal)})",
+            "loss": getattr(self.loss, "__name__", type(self.loss).__name__),
+            "metrics": ", ".join(self.metrics) or "none",
+        }
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((n, p) for n, p in self.skeleton.named_parameters() if p.requires_grad)
 
     @cached_property
     def shared_layout(self) -> Layout:
-        return Layout.of((n, p) for n, p in self._trainable() if not self._mine(n))
+        return Layout.from_named((n, p) for n, p in self._trainable() if not self._is_personal(n))
 
     @cached_property
     def personal_layout(self) -> Layout:
-        return Layout.of((n, p) for n, p in self._trainable() if self._mine(n))
+        return Layout.from_named((n, p) for n, p in self._trainable() if self._is_personal(n))
 
-    def _mine(self, name: str) -> bool:
-        return any(_below(name, prefix) for prefix in self.personal)
+    def _is_personal(self, name: str) -> bool:
+        return any(_is_below(name, prefix) for prefix in self.personal)
 
-    def initial(self, seed: int, client: int = 0) -> Point:
+    def initial_params(self, seed: int, client: int = 0) -> Params:
         """The parameters a fresh model of this client starts with, in float32."""
-        with _seeded(int(hashed(seed, "init", client)) >> 1):
-            named = {n: _whole(p.detach()) for n, p in self.model().named_parameters()}
-        return Point(self.shared_layout.join(named), self.personal_layout.join(named))
+        with _SeededTorch(int(key_hashes(seed, "init", client)) >> 1):
+            named = {n: _to_float(p.detach()) for n, p in self.model().named_parameters()}
+        return Params(self.shared_layout.join(named), self.personal_layout.join(named))
 
-    def named(self, point: Point) -> dict[str, Tensor]:
+    def named_params(self, params: Params) -> dict[str, Tensor]:
         """Every parameter by name, as views into the two vectors."""
         return {
-            **self.shared_layout.split(point.shared),
-            **self.personal_layout.split(point.personal),
+            **self.shared_layout.split(params.shared),
+            **self.personal_layout.split(params.personal),
         }
 
-    def module(self, point: Point) -> nn.Module:
+    def make_module(self, params: Params) -> nn.Module:
         """A model of its own with these parameters, ready to use."""
-        with _seeded(0):
+        with _SeededTorch(0):
             module = self.model()
-        module = module.to(device=point.shared.device, dtype=point.shared.dtype).eval()
-        named = self.named(point)
+        module = module.to(device=params.shared.device, dtype=params.shared.dtype).eval()
+        named = self.named_params(params)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if name in named:
@@ -148,28 +174,47 @@ class Task:
 
     @cached_property
     def head(self) -> str | None:
-        """The one submodule that is the whole personal part, where there is one.
+        """The one submodule that is the whole personal part, if there is one.
 
-        What it is given are the model's features.
+        Its inputs are the model's features.
         """
         if len(self.personal) != 1 or self.personal[0] not in dict(self.skeleton.named_modules()):
             return None
         return self.personal[0]
 
 
-def _whole(values: Tensor) -> Tensor:
-    """Of a model that comes in half precision: it is computed in the run's type."""
+def _to_float(values: Tensor) -> Tensor:
+    """A half-precision model's values as float32; it is computed in the run's type."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def _below(name: str, prefix: str) -> bool:
+def _is_below(name: str, prefix: str) -> bool:
     """Whether a parameter lies below a prefix; `*` in it stands for anything."""
     if "*" in prefix:
         return fnmatchcase(name, prefix) or fnmatchcase(name, f"{prefix}.*")
     return name == prefix or name.startswith(prefix + ".")
 
 
-class _seeded:
+def _check_prefixes(given: Any) -> tuple[str, ...]:
+    """The personal prefixes; a single one may stand without brackets."""
+    listed = (given,) if isinstance(given, str) else given
+    if not isinstance(listed, Iterable) or not all(isinstance(p, str) for p in (*listed,)):
+        raise QuiverError(
+            f"Task.personal = {given!r}: give names of parts of the model, such as ('head',); () "
+            "for none."
+        )
+    return tuple(listed)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise QuiverError(
+            f"Task.model returned a {type(model).__name__}: it must return a fresh nn.Module. A "
+            "function needs `return model` at its end."
+        )
+
+
+class _SeededTorch:
     """Layers draw their initial values from torch's global generator: seed a fork of it.
 
     The only place where the global generator is touched; it is put back as it was.
@@ -186,8 +231,8 @@ class _seeded:
         torch.random.set_rng_state(self._before)
 
 
-def given(x: Tree, inputs: Inputs) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-    """How a model is given its inputs: a tuple's parts one by one, a dictionary's by name."""
+def call_arguments(x: Tree, inputs: InputStyle) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+    """Arguments of a model's call: a tuple's parts in order, a dictionary's by name."""
     if inputs == "arguments" and isinstance(x, dict):
         return (), x
     if inputs == "arguments" and isinstance(x, tuple | list):
@@ -195,29 +240,29 @@ def given(x: Tree, inputs: Inputs) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
     return (x,), {}
 
 
-def plain(found: Any) -> Tree:
-    """What a model returns as a tree of tensors: Hugging Face's outputs become dictionaries."""
-    if isinstance(found, Tensor):
-        return found
-    if hasattr(found, "logits") and not isinstance(found, tuple | dict):
-        return {"logits": found.logits}
-    if isinstance(found, Mapping):
-        return {str(key): plain(part) for key, part in found.items() if _is_tree(part)}
-    if isinstance(found, tuple | list) and _is_tree(found):
-        return mapped(plain, found)
+def to_plain_tree(outputs: Any) -> Tree:
+    """A model's outputs as a tree of tensors: Hugging Face's objects become dictionaries."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if hasattr(outputs, "logits") and not isinstance(outputs, tuple | dict):
+        return {"logits": outputs.logits}
+    if isinstance(outputs, Mapping):
+        return {str(key): to_plain_tree(part) for key, part in outputs.items() if _is_tree(part)}
+    if isinstance(outputs, tuple | list) and _is_tree(outputs):
+        return tree_map(to_plain_tree, outputs)
     raise QuiverError(
-        f"the model returns a {type(found).__name__}; it must return a tensor [n, …], a "
+        f"the model returns a {type(outputs).__name__}; it must return a tensor [n, …], a "
         "dictionary, tuple or list of tensors, or an object with .logits. Wrap it in a module "
         "whose forward picks what the loss needs."
     )
 
 
-def _is_tree(found: Any) -> bool:
-    if isinstance(found, Mapping):
-        return all(_is_tree(part) for part in found.values())
-    if isinstance(found, tuple | list):
-        return all(_is_tree(part) for part in found)
-    return isinstance(found, Tensor)
+def _is_tree(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return all(_is_tree(part) for part in tree.values())
+    if isinstance(tree, tuple | list):
+        return all(_is_tree(part) for part in tree)
+    return isinstance(tree, Tensor)
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Many tensors as one thing: named ones laid end to end in a vector, and trees of them.
+"""Vectors of named tensors (Layout), and trees of tensors.
 
 A client's shared parameters are one vector u, its personal ones one vector v, so that methods read
 like the paper (z = u / μ) and mixing is one matrix product. A Layout says which slice of the
@@ -23,38 +23,38 @@ Tree: TypeAlias = Any
 """A tensor, or a dictionary, tuple or list of trees."""
 
 
-def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """The same tree with every leaf replaced; leaves of `others` come along."""
+def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """The same tree with every leaf replaced by function(leaf, leaves of others…)."""
     if isinstance(tree, dict):
-        return {k: mapped(function, tree[k], *(other[k] for other in others)) for k in tree}
+        return {k: tree_map(function, tree[k], *(other[k] for other in others)) for k in tree}
     if isinstance(tree, tuple | list):
-        parts = [mapped(function, *part) for part in zip(tree, *others, strict=True)]
+        parts = [tree_map(function, *part) for part in zip(tree, *others, strict=True)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return function(tree, *others)
 
 
-def leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path, such as `mask` or `0.ids`; a lone one has the path ""."""
+def tree_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf with its path, such as `mask` or `0.ids`; a lone tensor has the path ""."""
     if isinstance(tree, dict | tuple | list):
         parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for key, part in parts:
-            yield from leaves(part, f"{name}.{key}" if name else str(key))
+            yield from tree_leaves(part, f"{name}.{key}" if name else str(key))
     else:
         yield name, tree
 
 
-def mapped_by_path(function: Callable[[str, Any], Any], tree: Tree, name: str = "") -> Tree:
-    """The same tree with every leaf replaced; the function is given its path, too."""
+def tree_map_with_path(function: Callable[[str, Any], Any], tree: Tree, name: str = "") -> Tree:
+    """The same tree with every leaf replaced by function(path, leaf)."""
     if isinstance(tree, dict | tuple | list):
         parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
         before = f"{name}." if name else ""
-        found = {key: mapped_by_path(function, part, f"{before}{key}") for key, part in parts}
-        return found if isinstance(tree, dict) else type(tree)(found.values())
+        mapped = {k: tree_map_with_path(function, part, f"{before}{k}") for k, part in parts}
+        return mapped if isinstance(tree, dict) else type(tree)(mapped.values())
     return function(name, tree)
 
 
 def first_leaf(tree: Tree) -> Any:
-    return next(leaf for _, leaf in leaves(tree))
+    return next(leaf for _, leaf in tree_leaves(tree))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]]) -> Layout:
+    def from_named(cls, named: Iterable[tuple[str, Tensor]]) -> Layout:
         pairs = [(name, tuple(tensor.shape)) for name, tensor in named]
         return cls(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
 

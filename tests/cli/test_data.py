@@ -17,7 +17,7 @@ from quiverfl.cli.data import app, partition_app
 from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import SOURCES, load_dataset
 from quiverfl.errors import QuiverError
-from quiverfl.results.partition_picture import draw_partition
+from quiverfl.results.pictures import draw_partition
 
 quiver = typer.Typer()
 quiver.add_typer(app, name="data")

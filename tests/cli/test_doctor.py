@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from compilers import no_compiler
 from pretend import pretended
-from quiverfl import device_check as doctor
+from quiverfl.cli import setup as doctor
 from quiverfl.cli.main import app
 from quiverfl.engine.settings import ExecutorName
 from quiverfl.errors import QuiverError
 from quiverfl.methods import METHODS, Method
-from quiverfl.native.library import why_not
+from quiverfl.support.compiler import why_not_compiled
 
 FEW = {name: METHODS[name] for name in ("dfedpgp", "dfedavgm")}
 
@@ -44,7 +44,7 @@ def test_a_table_of_the_cpu() -> None:
 def test_what_is_compiled_is_told(with_compiler: bool) -> None:
     with contextlib.nullcontext() if with_compiler else no_compiler():
         found = {finding.what: finding.measured for finding in doctor._about("cpu")}
-        here = [why_not(*source) is None for source in doctor.COMPILED.values()]
+        here = [why_not_compiled(*source) is None for source in doctor.COMPILED.values()]
     told = [found[what] for what in doctor.COMPILED]
     assert [text == "yes" for text in told] == here
     assert with_compiler or all("no-such-compiler" in text for text in told)

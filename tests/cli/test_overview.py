@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from quiverfl.config import parse
-from quiverfl.sweeps.overview import overview
+from quiverfl.runs.config import parse_config
+from quiverfl.sweeps.display import show_sweep
+from quiverfl.sweeps.executor import Outcome
 from quiverfl.sweeps.plan import Cell
-from quiverfl.sweeps.where import Outcome
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -22,10 +22,13 @@ def test_rounds_and_time_come_first_and_are_whole(
     monkeypatch.setenv("FORCE_COLOR", "1")
     case = "alpha 0.1, neighbors 10, personal_lr 0.001, lr_decay 0.995"
     cells = [
-        Cell(parse({"method": {"name": "dfedavgmp"}, "run": {"rounds": 200, "seed": seed}}), case)
+        Cell(
+            parse_config({"method": {"name": "dfedavgmp"}, "run": {"rounds": 200, "seed": seed}}),
+            case,
+        )
         for seed in (0, 1)
     ]
-    with overview(cells, {}, quiet=False) as watcher:
+    with show_sweep(cells, {}, quiet=False) as watcher:
         watcher.started(cells[0])
         watcher.progressed(cells[0], 40, {"local": 0.8312, "mixed": 0.8111})
         watcher.ended(Outcome(cells[0], "finished", 12.0))

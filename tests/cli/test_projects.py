@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import shell
 from quiverfl.cli.main import app
-from quiverfl.config import load_config
 from quiverfl.data.sources import load_dataset
-from quiverfl.experiment import Experiment
 from quiverfl.models import make_model
+from quiverfl.runs.config_files import load_config
+from quiverfl.runs.experiment import Experiment
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--set", "run.rounds=3", "--set", "data.clients=5", "--set", "topology.neighbors=2"]
@@ -46,6 +46,10 @@ def test_a_first_project_runs_and_is_not_overwritten(tmp_path: Path) -> None:
     assert "My method" in done.stdout
     summary = json.loads((tmp_path / "first/runs/run-comparison/dfedpgp/summary.json").read_text())
     assert summary["stages"]["mixed"]["last"]["mean"] > 0.8  # there is something to learn
+    assert "quiver check my_method:MyMethod" in made.stdout
+    checked = shell.quiver("check", "my_method:MyMethod", cwd=tmp_path / "first")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "My method: 13 of 13 laws kept." in checked.stdout
     again = shell.quiver("init", "first", cwd=tmp_path)
     assert again.returncode == 2
     assert "run.toml is there already" in again.stderr

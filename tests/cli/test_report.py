@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from quiverfl.cli.report import report
 from quiverfl.errors import QuiverError
-from quiverfl.results.figures import draw_curves, picture, write_figure
+from quiverfl.results.figures import draw_curves, make_figure, save_figure
 from quiverfl.results.groups import Group, group_runs
 from quiverfl.results.run_files import find_runs, read_run
-from quiverfl.results.summary import by_client
-from quiverfl.results.tensorboard import write_events
-from quiverfl.results.terminal import print_comparison
+from quiverfl.results.summary import client_frame
+from quiverfl.results.tables import print_comparison
+from quiverfl.runs.callbacks import write_events
 from run_folders import Recipe, write_comparison, write_run
 
 app = typer.Typer()
@@ -62,7 +62,7 @@ def test_some_of_the_runs_as_page_tables_and_json(comparison: Path, tmp_path: Pa
     rows = {row["label"]: row for row in answer["rows"]}
     assert list(rows) == ["Local", "FedAvg"]
     history = read_run(comparison / "fedavg-0").history
-    expected = by_client(history, "mixed", "accuracy").iloc[-1].mean()
+    expected = client_frame(history, "mixed", "accuracy").iloc[-1].mean()
     assert rows["FedAvg"]["mixed_mean"] == pytest.approx(expected, abs=1e-14)
     assert rows["FedAvg"]["local_mean_seed_std"] is None
 
@@ -98,7 +98,7 @@ def test_tensorboard_gets_the_means_of_the_history(tmp_path: Path) -> None:
     read.Reload()
     tags = read.Tags()["scalars"]
     assert count == sum(len(read.Scalars(tag)) for tag in tags)
-    means = by_client(read_run(folder).history, "mixed", "accuracy").mean(axis=1)
+    means = client_frame(read_run(folder).history, "mixed", "accuracy").mean(axis=1)
     found = read.Scalars("accuracy/mixed")
     assert [point.step for point in found] == [1, 2, 3]
     assert [point.value for point in found] == pytest.approx(means.tolist(), abs=1e-6)
@@ -128,8 +128,8 @@ def test_a_figure_for_a_paper_is_the_same_file_twice(
 ) -> None:
     groups = group_runs(find_runs([comparison]))
     for folder in ("a", "b"):
-        figure = picture(lambda axes: _curves_with_names(axes, groups))
-        write_figure(figure, tmp_path / folder / name)
+        figure = make_figure(lambda axes: _curves_with_names(axes, groups))
+        save_figure(figure, tmp_path / folder / name)
     first, second = (tmp_path / folder / name for folder in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()
     if name.endswith("svg"):

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 import quiverfl as qv
 from quiverfl.cli.main import app
-from quiverfl.config import Config, load_config
 from quiverfl.methods import METHODS
+from quiverfl.runs.config import Config, section_keys
+from quiverfl.runs.config_files import load_config
 from shell import quiver, started
 
 CONFIG = """
@@ -60,6 +61,28 @@ def test_settings_win_over_the_file_and_name_the_default_folder(here: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     assert config["config"]["run"]["rounds"] == 1
     assert config["topology"]["name"] == "star"
+
+
+def test_run_says_what_it_took_for_inputs_and_who_is_not_tested(here: Path) -> None:
+    """Two of six owners have one row: it is trained on, and no test row is left for them."""
+    owners = [f"p{n}" for n in range(4) for _ in range(6)] + ["p4", "p5"]
+    rows = [f"{n},{n % 7},{n % 5},{10 + n % 2},{who}" for n, who in enumerate(owners)]
+    (here / "patients.csv").write_text("\n".join([",age,dose,label,who", *rows]) + "\n")
+    settings = ["name=table", "partition=natural", "samples_per_client=", "options.owner=who"]
+    settings += ["options.path=patients.csv"]
+    given = [part for text in settings for part in ("--set", f"data.{text}")]
+    done = started("run", "small.toml", *given, "--out", "run", "-q", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 6 clients have no test data and are in no mean." in done.stdout
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert "the inputs are 3 columns, Unnamed: 0, age, dose;" in notes[0]
+    assert "the labels 10, 11 are numbered 0 … 1 in this order" in notes[1]
+    doubts = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert "column 'Unnamed: 0' looks like a number of the row" in doubts[0]
+    assert (len(notes), len(doubts)) == (2, 1)
+    everyone = started("run", "small.toml", "--out", "digits", "-q", cwd=here)
+    assert "no test data" not in everyone.stdout
+    assert everyone.stderr == ""
 
 
 def test_compare_ends_with_a_table_and_a_report(here: Path) -> None:
@@ -167,11 +190,10 @@ def test_lists_for_people_and_machines(here: Path) -> None:
 
 
 def test_the_reference_names_every_key_there_is() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    for name, section in Config.model_fields.items():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
+    for name in Config.model_fields:
         assert f"`[{name}" in page
-        kind = section.annotation
-        for key in getattr(kind, "model_fields", {}):
+        for key in section_keys(name) if name != "overrides" else ():
             assert f"`{key}`" in page, f"{name}.{key}"
 
 

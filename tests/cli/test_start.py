@@ -47,22 +47,21 @@ def test_the_list_of_commands_says_what_the_commands_say() -> None:
 
 
 def test_every_public_name_is_there_for_programs_and_type_checkers() -> None:
-    tree = ast.parse(Path(quiverfl.__file__).read_text())
-    (checking,) = (node for node in tree.body if isinstance(node, ast.If) and node.body and
-                   isinstance(node.test, ast.Name))  # fmt: skip
+    stub = ast.parse(Path(quiverfl.__file__).with_suffix(".pyi").read_text())
     imported = {
-        alias.name: node.module
-        for node in checking.body
+        alias.asname: node.module
+        for node in stub.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert imported == quiverfl._PLACES
     assert set(quiverfl.__all__) == set(imported)
     for name in quiverfl.__all__:
         assert getattr(quiverfl, name) is not None
     assert set(quiverfl.__all__) <= set(dir(quiverfl))
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         quiverfl.simulat  # noqa: B018
+    with pytest.raises(AttributeError, match=r"quiverfl.Once is now called quiverfl.SingleStep"):
+        quiverfl.Once  # noqa: B018
     assert loaded_by("import quiverfl") & HEAVY == set()
     assert "torch" in loaded_by("import quiverfl\nquiverfl.topologies.ring\nquiverfl.simulate")
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from quiverfl.cli import topology as command
 from quiverfl.errors import QuiverError
-from quiverfl.results.graph_picture import draw_graph
-from quiverfl.results.html_report import write_report
-from quiverfl.results.run_files import finish
+from quiverfl.results.pictures import draw_graph
+from quiverfl.results.report.page import write_report
+from quiverfl.results.run_files import finish_history
 from quiverfl.topologies import (
     TOPOLOGIES,
     directed_ring,
@@ -91,8 +91,8 @@ def test_topologies_that_look_are_shown_for_clients_that_tell_the_same():
     assert "every round strongly connected (B = 1) in 40 rounds" in text
     rigid = call("topology", "show", *words, "--set", "explore=0", "--window", "5", "--json")
     watched = json.loads(rigid)["watch"]
-    assert watched["watched"] == 5
-    assert watched["apart"]
+    assert watched["window_rounds"] == 5
+    assert watched["disconnected"]
     rows = {row["name"]: row for row in json.loads(call("topologies", "--json"))}
     assert "local" in rows["random_push"]["methods"]
     assert "local" not in rows["loss_push"]["methods"]  # nobody would be told anything
@@ -106,13 +106,13 @@ def test_the_graphs_of_a_run_are_shown(tmp_path):
     for line in lines:
         line["links"] = "1;0;3;2" if line["round"] < 11 else "2;1 0;0;1"
     (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    finish(folder)
+    finish_history(folder)
     text = " ".join(call("topology", "show", str(folder)).split())
     assert "links used 7 of 12 possible" in text
     assert "falls apart: of 3 windows of 10 rounds 2 are not strongly connected" in text
     values = json.loads(call("topology", "show", str(folder), "--window", "12", "--json"))
     assert values["watch"]["window"] == 12
-    assert values["watch"]["apart"] == []
+    assert values["watch"]["disconnected"] == []
     picture = tmp_path / "graph.svg"
     call("topology", "show", str(folder), "--picture", str(picture), "--picture-round", "12")
     assert picture.exists()

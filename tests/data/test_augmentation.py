@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
-from quiverfl.seeds import hashed
+from quiverfl.seeds import key_hashes
 
 
 def plain_loop(augment: CropFlip, x: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_equals_a_plain_loop(
     fill = tuple(float(-c - 1) for c in range(shape[0])) if filled else ()
     augment = CropFlip(padding, flip, fill)
     x = torch.randn(images, *shape, generator=torch.Generator().manual_seed(seed))
-    keys = hashed(seed, "test", np.arange(images))
+    keys = key_hashes(seed, "test", np.arange(images))
     before = x.clone()
     assert torch.equal(augment(x, keys), plain_loop(augment, x, keys))
     assert torch.equal(x, before)
@@ -56,21 +56,21 @@ def test_equals_a_plain_loop(
 
 def test_memory_layout_does_not_matter() -> None:
     x = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    keys = hashed(0, "test", np.arange(5))
+    keys = key_hashes(0, "test", np.arange(5))
     last = x.to(memory_format=torch.channels_last)
     assert torch.equal(CropFlip()(x, keys), CropFlip()(last, keys))
 
 
 def test_a_sample_depends_on_its_own_key_alone() -> None:
     x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    keys = hashed(0, "test", np.arange(6))
+    keys = key_hashes(0, "test", np.arange(6))
     together = CropFlip()(x, keys)
     apart = torch.cat([CropFlip()(x[i : i + 1], keys[i : i + 1]) for i in range(6)])
     assert torch.equal(together, apart)
 
 
 def test_every_shift_and_both_directions_are_equally_likely() -> None:
-    down, right, flips = CropFlip().draws(hashed(3, "test", np.arange(81_000)))
+    down, right, flips = CropFlip().draw_offsets(key_hashes(3, "test", np.arange(81_000)))
     cells = np.bincount(down * 9 + right, minlength=81)
     assert cells.sum() == 81_000
     # 1,000 expected per place; the standard deviation is 31.

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quiverfl.data.batches import batch_order, plan
-from quiverfl.seeds import hashed, stream
+from quiverfl.data.batches import batch_order, plan_batches
+from quiverfl.seeds import key_hashes, stream
 
 
 def test_a_stream_depends_on_every_argument_and_on_nothing_else() -> None:
@@ -28,7 +28,7 @@ def test_a_stream_depends_on_every_argument_and_on_nothing_else() -> None:
 def test_neighbouring_coordinates_give_unrelated_orders() -> None:
     """Seeding with round + client would make client i at round t equal client i - 1 at t + 1."""
     assert not np.array_equal(batch_order(0, 3, 5, 0, 0, 40), batch_order(0, 2, 6, 0, 0, 40))
-    bits = hashed(0, "x", np.arange(4096))
+    bits = key_hashes(0, "x", np.arange(4096))
     ones = np.unpackbits(bits.view(np.uint8)).mean()
     assert ones == pytest.approx(0.5, abs=0.01)
     assert len(np.unique(bits)) == 4096
@@ -37,8 +37,8 @@ def test_neighbouring_coordinates_give_unrelated_orders() -> None:
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4))
 def test_a_number_is_hashed_as_an_array_of_it_is(coordinates: list[int]) -> None:
     arrays = [np.array([number]) for number in coordinates]
-    assert hashed(3, "x", *coordinates) == hashed(3, "x", *arrays)[0]
-    assert hashed(3, "x", *coordinates).dtype == np.uint64
+    assert key_hashes(3, "x", *coordinates) == key_hashes(3, "x", *arrays)[0]
+    assert key_hashes(3, "x", *coordinates).dtype == np.uint64
 
 
 @given(
@@ -53,8 +53,10 @@ def test_the_plan_of_many_clients_is_the_batch_order_of_each(
     """However many epochs are laid out together: one at a time, some, all."""
     clients = np.arange(len(sizes)) + 7
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quiverfl.data.batches.AT_ONCE", at_once)
-        found = plan(3, clients, 2, 1, np.array(epochs[: len(sizes)]), np.array(sizes), batch)
+        patch.setattr("quiverfl.data.batches.TOGETHER", at_once)
+        found = plan_batches(
+            3, clients, 2, 1, np.array(epochs[: len(sizes)]), np.array(sizes), batch
+        )
     for place, (client, size) in enumerate(zip(clients, sizes, strict=True)):
         expected = []
         for epoch in range(epochs[place]):

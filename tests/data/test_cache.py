@@ -17,8 +17,8 @@ import pytest
 from data_files import write_cifar10_binary
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.sources import load_dataset
-from quiverfl.data.sources.cache import fingerprint
-from quiverfl.durable import ABANDONED, PARTIAL, whole_or_nothing
+from quiverfl.data.sources.cache import hash_files
+from quiverfl.support.durable import ABANDONED, PARTIAL, write_atomically
 
 
 def load(root: Path) -> Dataset:
@@ -66,7 +66,7 @@ def test_changed_files_and_other_options_are_read_anew(tmp_path: Path) -> None:
     changed = load(tmp_path)
     assert changed.train_x[0, 0, 0, 0] == content[1]
     assert len(entries(tmp_path)) == 2
-    assert fingerprint(path, {"a": 1}) != fingerprint(path, {"a": 2})
+    assert hash_files(path, {"a": 1}) != hash_files(path, {"a": 2})
 
 
 def test_files_that_look_the_same_elsewhere_are_other_files(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_failure_leaves_no_trace(tmp_path: Path) -> None:
     final = tmp_path / "folder" / "whole"
 
     def write_half() -> None:
-        with whole_or_nothing(final) as draft:
+        with write_atomically(final) as draft:
             draft.mkdir()
             (draft / "half").write_text("x")
             raise RuntimeError
@@ -185,10 +185,10 @@ def test_a_failure_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_whoever_is_first_wins(tmp_path: Path) -> None:
     final = tmp_path / "whole"
-    with whole_or_nothing(final) as slow:
+    with write_atomically(final) as slow:
         slow.mkdir()
         (slow / "by").write_text("slow")
-        with whole_or_nothing(final) as quick:
+        with write_atomically(final) as quick:
             quick.mkdir()
             (quick / "by").write_text("quick")
     assert (final / "by").read_text() == "quick"

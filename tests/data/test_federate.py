@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from data_files import images
-from quiverfl.data.augmentation import CropFlip
-from quiverfl.data.dataset import Dataset, channel_statistics
-from quiverfl.data.federated import federate
-from quiverfl.data.normalize import Normalize
+from quiverfl.data.augmentation import CropFlip, Normalize
+from quiverfl.data.dataset import Dataset, compute_channel_statistics
+from quiverfl.data.federated import make_federated
 from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
-from quiverfl.seeds import hashed
+from quiverfl.seeds import key_hashes
 
 
 @pytest.fixture(scope="module")
@@ -22,34 +21,34 @@ def pictures() -> Dataset:
     train, test = images(60, (3, 6, 6)), images(30, (3, 6, 6), seed=1)
     labels = np.arange(60) % 3
     names = ("a", "b", "c")
-    statistics = channel_statistics(train)
+    statistics = compute_channel_statistics(train)
     return Dataset("made", train, labels, test, labels[:30], 3, names, *statistics)
 
 
 def test_every_client_gets_its_own_examples(pictures: Dataset) -> None:
     shares = make_partition(pictures, "dirichlet", 5, 0)
-    data = federate(pictures, shares)
+    data = make_federated(pictures, shares)
     assert data.clients == 5
     assert data.classes == 3
     for client in range(5):
-        x, y = data.train.of(client)
+        x, y = data.train.of_client(client)
         assert np.array_equal(x.numpy(), pictures.train_x[shares.train[client]])
         assert np.array_equal(y.numpy(), pictures.train_y[shares.train[client]])
-        x, y = data.test.of(client)
+        x, y = data.test.of_client(client)
         assert np.array_equal(x.numpy(), pictures.test_x[shares.test[client]])
         assert np.array_equal(y.numpy(), pictures.test_y[shares.test[client]])
 
 
 def test_held_out_examples_come_from_the_training_part(pictures: Dataset) -> None:
     shares = make_partition(pictures, "iid", 4, 0, validation=0.25)
-    data = federate(pictures, shares)
-    x, y = data.test.of(2)
+    data = make_federated(pictures, shares)
+    x, y = data.test.of_client(2)
     assert np.array_equal(x.numpy(), pictures.train_x[shares.test[2]])
     assert np.array_equal(y.numpy(), pictures.train_y[shares.test[2]])
 
 
 def test_images_stay_bytes_and_are_normalised_when_used(pictures: Dataset) -> None:
-    data = federate(pictures, make_partition(pictures, "iid", 1, 0))
+    data = make_federated(pictures, make_partition(pictures, "iid", 1, 0))
     assert data.train.x.dtype == torch.uint8
     assert data.prepare is not None
     before = data.train.x.clone()
@@ -78,7 +77,7 @@ def test_the_default_dtype_does_not_matter(pictures: Dataset) -> None:
 
 def test_small_float_sets_are_normalised_at_once() -> None:
     digits = load_dataset("digits")
-    data = federate(digits, make_partition(digits, "iid", 1, 0))
+    data = make_federated(digits, make_partition(digits, "iid", 1, 0))
     assert data.prepare is None
     assert data.train.x.mean().abs() < 1e-5
     assert (data.train.x.std() - 1).abs() < 1e-3
@@ -86,17 +85,17 @@ def test_small_float_sets_are_normalised_at_once() -> None:
 
 def test_data_without_statistics_is_left_alone() -> None:
     made = load_dataset("synthetic", shape=[5], classes=2, train=20, test=4)
-    data = federate(made, make_partition(made, "iid", 1, 0))
+    data = make_federated(made, make_partition(made, "iid", 1, 0))
     assert np.array_equal(data.train.x.numpy(), made.train_x)
     assert data.prepare is None
 
 
 def test_padding_is_black_as_on_raw_images(pictures: Dataset) -> None:
     """Augmenting normalised images equals normalising augmented raw ones."""
-    data = federate(pictures, make_partition(pictures, "iid", 1, 0), "crop_flip")
+    data = make_federated(pictures, make_partition(pictures, "iid", 1, 0), "crop_flip")
     assert data.prepare is not None
     assert data.augment is not None
-    keys = hashed(0, "test", np.arange(60))
+    keys = key_hashes(0, "test", np.arange(60))
     usual = CropFlip()(data.train.x, keys)
     assert torch.allclose(
         data.augment(data.prepare(data.train.x), keys), data.prepare(usual), atol=1e-6
@@ -107,16 +106,16 @@ def test_padding_is_black_as_on_raw_images(pictures: Dataset) -> None:
 def test_augmentation_is_checked(pictures: Dataset) -> None:
     shares = make_partition(pictures, "iid", 1, 0)
     with pytest.raises(QuiverError, match="did you mean 'crop_flip'"):
-        federate(pictures, shares, "cropflip")
-    assert federate(pictures, shares, "none").augment is None
+        make_federated(pictures, shares, "cropflip")
+    assert make_federated(pictures, shares, "none").augment is None
     made = load_dataset("synthetic", shape=[5], classes=2, train=20, test=4)
     with pytest.raises(QuiverError, match=r"need images.*\[5\]"):
-        federate(made, make_partition(made, "iid", 1, 0), "crop_flip")
+        make_federated(made, make_partition(made, "iid", 1, 0), "crop_flip")
 
 
 def test_ones_own_augmentation(pictures: Dataset) -> None:
     shares = make_partition(pictures, "iid", 1, 0)
-    assert federate(pictures, shares, lambda x, keys: -x).augment is not None
+    assert make_federated(pictures, shares, lambda x, keys: -x).augment is not None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quiverfl.data.sources import SOURCES, load_dataset, official_place
+from quiverfl.data.sources import SOURCES, load_dataset, official_folder
 from quiverfl.data.sources.fetch import Download, fetch
 from quiverfl.errors import QuiverError
 
@@ -159,7 +159,7 @@ def test_something_that_is_no_archive(published: Path, root: Path) -> None:
 
 def test_an_empty_folder_does_not_count_as_there(root: Path, published: Path) -> None:
     (root / "mnist").mkdir(parents=True)
-    assert official_place("mnist", root) is None
+    assert official_folder("mnist", root) is None
     with pytest.raises(QuiverError, match="mnist is not there"):
         load_dataset("mnist", root)
     (root / "set").mkdir()
@@ -172,4 +172,4 @@ def test_every_official_source_can_be_fetched_to_where_it_is_looked_for() -> Non
         assert (source.origin == "official") == bool(source.downloads)
         for download in source.downloads:
             assert len(bytes.fromhex(download.md5)) == 16
-            assert download.place.split("/")[0] in source.places
+            assert download.place.split("/")[0] in source.folders

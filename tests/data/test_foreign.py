@@ -48,10 +48,10 @@ def test_in_memory_its_owner_column_makes_the_clients() -> None:
     assert list(found.train_x) == ["input_ids", "attention_mask"]
     data = qv.partition(found, "natural")
     assert data.names == ("ann", "bob", "cy")
-    x, y = data.train.of(1)
+    x, y = data.train.of_client(1)
     rows = [(r, o) for r, o in zip(table()["input_ids"], table()["writer"], strict=True)]
     own = sorted(r for r, o in rows if o == "bob")
-    both = [x, data.test.of(1)[0]]
+    both = [x, data.test.of_client(1)[0]]
     seen = sorted(
         ids[: int(mask.sum())].tolist()
         for part in both

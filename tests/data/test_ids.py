@@ -11,13 +11,13 @@ import pandas as pd
 import pytest
 import torch
 
-from quiverfl.config import parse
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.federated import federate
+from quiverfl.data.federated import make_federated
 from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import run_in_folder
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.experiment import run_in_folder
 
 WORDS, LENGTH, COUNT = 50, 6, 60
 
@@ -72,7 +72,7 @@ def test_ids_of_any_shape_keep_it(tmp_path: Path) -> None:
     data = own("npz", tmp_path / "tokens.npz")
     assert np.array_equal(data.train_x, x)
     with pytest.raises(QuiverError, match="need images"):
-        federate(data, make_partition(data, "iid", 2, 0), "crop_flip")
+        make_federated(data, make_partition(data, "iid", 2, 0), "crop_flip")
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
@@ -112,7 +112,7 @@ def test_ids_of_ones_own_code() -> None:
     x, y = ids()
     data = Dataset("mine", x, y, x, y, 2)
     assert data.class_names == ("0", "1")
-    split = federate(data, make_partition(data, "iid", 3, 0)).train
+    split = make_federated(data, make_partition(data, "iid", 3, 0)).train
     assert split.x.dtype == torch.int64
     with pytest.raises(QuiverError, match=r"mine.*ids are not standardised"):
         Dataset("mine", x, y, x, y, 2, mean=(0.0,), std=(1.0,))
@@ -171,7 +171,7 @@ def test_an_embedding_is_trained_by_a_configuration(
         "training": {"lr": 1.0, "batch_size": "all"},
         "run": {"rounds": 30, "executor": executor, "threads": 1},
     }
-    summary = run_in_folder(parse(json.loads(json.dumps(tree))), tmp_path / "run")
+    summary = run_in_folder(parse_config(json.loads(json.dumps(tree))), tmp_path / "run")
     assert summary["finished"]
     history = pd.read_parquet(tmp_path / "run" / "history.parquet")
     losses = history.groupby("round")["loss"].mean()

@@ -14,9 +14,9 @@ import torch
 import quiverfl as qv
 from data_files import images
 from quiverfl.data import dataset as dataset_module
-from quiverfl.data import on_disk
-from quiverfl.data.dataset import Dataset, channel_statistics
-from quiverfl.data.on_disk import Rows, map_behind
+from quiverfl.data import examples as on_disk
+from quiverfl.data.dataset import Dataset, compute_channel_statistics
+from quiverfl.data.examples import DiskRows, find_memory_map
 from quiverfl.data.sources import npz
 
 N = 60
@@ -76,14 +76,14 @@ def test_a_large_input_is_never_read_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most: list[int] = []
-    taken = Rows.__getitem__
+    taken = DiskRows.__getitem__
 
-    def watched(self: Rows, which: Any) -> Any:
+    def watched(self: DiskRows, which: Any) -> Any:
         found = taken(self, which)
         most.append(len(found))
         return found
 
-    monkeypatch.setattr(Rows, "__getitem__", watched)
+    monkeypatch.setattr(DiskRows, "__getitem__", watched)
     monkeypatch.setattr(dataset_module, "LARGE", 0)
     dataset = qv.load_dataset("npz", path=write("numbers", "whole", tmp_path), cache=tmp_path / "a")
     assert len(dataset.train_x) > 40
@@ -95,21 +95,21 @@ def test_moments_in_pieces_are_the_moments(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = np.random.default_rng(1).normal(7, 3, shape).astype(np.float32)
-    mean, std = channel_statistics(x)
+    mean, std = compute_channel_statistics(x)
     monkeypatch.setattr(dataset_module, "LARGE", 0)
     monkeypatch.setattr(on_disk, "PIECE", 1000)
-    in_pieces = channel_statistics(x)
+    in_pieces = compute_channel_statistics(x)
     np.testing.assert_allclose(in_pieces[0], mean, rtol=1e-12)
     np.testing.assert_allclose(in_pieces[1], std, rtol=1e-12)
 
 
 def test_pages_are_forgotten_only_of_files_that_cannot_be_written(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.ones(3))
-    assert map_behind(np.load(tmp_path / "a.npy", mmap_mode="r")) is not None
-    assert map_behind(np.load(tmp_path / "a.npy", mmap_mode="r")[1:]) is not None
-    assert map_behind(np.load(tmp_path / "a.npy", mmap_mode="c")) is None
-    assert map_behind(np.load(tmp_path / "a.npy", mmap_mode="r+")) is None
-    assert map_behind(np.ones(3)) is None
+    assert find_memory_map(np.load(tmp_path / "a.npy", mmap_mode="r")) is not None
+    assert find_memory_map(np.load(tmp_path / "a.npy", mmap_mode="r")[1:]) is not None
+    assert find_memory_map(np.load(tmp_path / "a.npy", mmap_mode="c")) is None
+    assert find_memory_map(np.load(tmp_path / "a.npy", mmap_mode="r+")) is None
+    assert find_memory_map(np.ones(3)) is None
 
 
 def run(dataset: Dataset, mapped: bool, **options: Any) -> qv.Run:
@@ -142,12 +142,13 @@ def run(dataset: Dataset, mapped: bool, **options: Any) -> qv.Run:
 def test_a_run_on_what_stays_on_disk_is_the_run_in_memory(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quiverfl.engine.examples.READ", 500)  # forgets its pages all the time
+    # Pages are forgotten all the time.
+    monkeypatch.setattr("quiverfl.engine.local.examples.READ", 500)
     path = write(kind, "whole", tmp_path)
     dataset = qv.load_dataset("npz", path=path, cache=tmp_path / "cache")
     there, here = (run(dataset, mapped, **options) for mapped in (True, False))
     assert there._data.train.files
-    assert there._data.train.places is not None
+    assert there._data.train.rows is not None
     assert there.history.equals(here.history)
     for one, other in zip(there._shard.state, here._shard.state, strict=True):
         assert torch.equal(one, other)
@@ -159,11 +160,11 @@ def test_some_clients_of_what_stays_on_disk(tmp_path: Path) -> None:
     path = write("numbers", "whole", tmp_path)
     dataset = qv.load_dataset("npz", path=path, cache=tmp_path / "cache")
     there, here = (qv.partition(dataset, "iid", clients=4, mapped=m) for m in (True, False))
-    some = there.only([2, 0])
+    some = there.select([2, 0])
     for new, old in ((0, 2), (1, 0)):
-        x, y = some.train.of(new)
-        assert torch.equal(there.prepare(x), here.train.of(old)[0])  # type: ignore[misc]
-        assert torch.equal(y, here.train.of(old)[1])
+        x, y = some.train.of_client(new)
+        assert torch.equal(there.prepare(x), here.train.of_client(old)[0])  # type: ignore[misc]
+        assert torch.equal(y, here.train.of_client(old)[1])
 
 
 def test_by_configuration_and_resumed_either_way(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_by_configuration_and_resumed_either_way(tmp_path: Path) -> None:
     }
     mapped = {**sections, "data": {**sections["data"], "mapped": True}}  # type: ignore[dict-item]
     there = qv.Experiment.of(mapped)
-    assert there.data.train.places is not None
+    assert there.data.train.rows is not None
     first = there.run(tmp_path / "run")
     again = qv.Experiment.of(sections).run(tmp_path / "run")  # the same run: nothing is computed
     assert first.history.equals(again.history)

@@ -24,7 +24,7 @@ from data_files import (
     write_tiny_imagenet,
 )
 from quiverfl.data.sources import idx, load_dataset
-from quiverfl.data.sources.safe_pickle import load_pickle
+from quiverfl.data.sources.cifar import load_pickle
 from quiverfl.errors import QuiverError
 
 

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from data_files import images, write_image
-from quadratics import quadratics
-from quiverfl.data.dataset import Dataset, channel_statistics
+from quiverfl.data.dataset import Dataset, compute_channel_statistics
 from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
+from quiverfl.laws.problem import quadratics
 
 
 def own(name: str, path: Path, **options: Any) -> Dataset:
@@ -395,7 +395,7 @@ def test_quadratics_have_the_optima_they_claim() -> None:
     made = quadratics(clients=5, dimension=3, samples=8, spread=2.0, seed=1)
     total = np.zeros(3)
     for client in range(5):
-        x, y = (part.numpy() for part in made.data.train.of(client))
+        x, y = (part.numpy() for part in made.data.train.of_client(client))
         own_gradient = x.T @ (x @ made.optima[client] - y[:, 0]) / len(x)
         assert np.abs(own_gradient).max() < 1e-12
         total += x.T @ (x @ made.optimum - y[:, 0]) / len(x)
@@ -407,10 +407,10 @@ def test_quadratics_have_the_optima_they_claim() -> None:
 
 def test_channel_statistics_equal_numpys() -> None:
     x = images(30, (2, 5, 5))
-    mean, std = channel_statistics(x)
+    mean, std = compute_channel_statistics(x)
     assert mean == pytest.approx((x / 255).mean(axis=(0, 2, 3)), abs=1e-12)
     assert std == pytest.approx((x / 255).std(axis=(0, 2, 3)), abs=1e-12)
-    assert channel_statistics(np.full((3, 2), 5.0, np.float32)) == ((5.0, 5.0), (1.0, 1.0))
+    assert compute_channel_statistics(np.full((3, 2), 5.0, np.float32)) == ((5.0, 5.0), (1.0, 1.0))
 
 
 def test_the_writers_of_the_digits_are_natural_clients() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from quiverfl.config import Config, parse
-from quiverfl.data.federated import FederatedData, federate
+from quiverfl.data.federated import FederatedData, make_federated
 from quiverfl.data.partition import make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import run_in_folder
+from quiverfl.runs.config import Config, parse_config
+from quiverfl.runs.experiment import run_in_folder
 
 NAMES = ("Ōsaka", "hosp-3", "hosp-7")
 
@@ -37,7 +37,7 @@ def config(table: Path) -> Config:
     root = str(table.parent / "root")
     data = {"name": "table", "partition": "natural", "options": options, "root": root}
     run = {"rounds": 2, "threads": 1, "checkpoint_every": 1}
-    return parse({"data": data, "topology": {"neighbors": 2}, "run": run})
+    return parse_config({"data": data, "topology": {"neighbors": 2}, "run": run})
 
 
 def test_clients_have_the_names_of_their_owners(table: Path) -> None:
@@ -48,9 +48,9 @@ def test_clients_have_the_names_of_their_owners(table: Path) -> None:
     for name, rows in zip(few.names, few.train, strict=True):
         assert {data.owner_names[owner] for owner in data.train_owner[rows]} == {name}
     assert make_partition(data, "iid", 3, 0).names == ()
-    federated = federate(data, shares)
+    federated = make_federated(data, shares)
     assert federated.names == shares.names
-    assert federated.only([2, 0]).names == (shares.names[2], shares.names[0])
+    assert federated.select([2, 0]).names == (shares.names[2], shares.names[0])
 
 
 def test_the_run_folder_says_who_is_who(table: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.partition import PARTITIONS, Partition, in_proportion, make_partition
+from quiverfl.data.partition import PARTITIONS, Partition, make_partition, proportional_counts
 from quiverfl.data.partition import partition_options as resolved
-from quiverfl.data.partitioners import class_sizes
+from quiverfl.data.partitioners import _fill_up, count_classes
 from quiverfl.errors import QuiverError
 from quiverfl.seeds import stream
 
@@ -205,12 +206,97 @@ def test_dirichlet_by_class_at_the_edge() -> None:
     assert (shares.train_counts.sum(axis=1) == 10).all()
 
 
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 10.0])
+@pytest.mark.parametrize("spare", [0, 1, 3])
+def test_filling_up_takes_from_nobody_what_that_client_needs_itself(
+    spare: int, alpha: float
+) -> None:
+    """Where hardly anybody has much to spare, nobody who gives ends with too few."""
+    data = dataset([45, 35, 40], [5] * 3)
+    for seed in range(10):
+        shares = make_partition(
+            data, "dirichlet_by_class", 8, seed, alpha=alpha, min_samples=15 - spare
+        )
+        check(data, shares)
+        assert shares.train_counts.sum(axis=1).min() >= 15 - spare
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [
+        # The largest gives half of what it has above 8: 2, then the other one 1, and so on.
+        ([[12, 0], [0, 11], [1, 0]], [8, 8, 8]),
+        # 20 have 12 to spare, of which half are 6: enough for the five that are missing.
+        ([[20, 0], [0, 9], [0, 3]], [15, 9, 8]),
+    ],
+)
+def test_filling_up_by_hand(counts: list[list[int]], sizes: list[int]) -> None:
+    moved = np.array(counts)
+    _fill_up(moved, 8, stream(0, "fill"))
+    assert moved.sum(axis=1).tolist() == sizes
+    assert moved.sum(axis=0).tolist() == np.sum(counts, axis=0).tolist()
+    assert (moved >= 0).all()
+
+
+def test_a_class_that_runs_short_is_shared_out_by_lot() -> None:
+    """Twenty clients wish for ten each of a class of twenty: no place in the order is luckier."""
+    data = dataset([20, 400], [5, 5])
+    taken = np.zeros(20)
+    for seed in range(60):
+        shares = make_partition(data, "dirichlet", 20, seed, alpha=100.0, samples_per_client=20)
+        assert shares.train_counts[:, 0].sum() == 20
+        assert shares.train_counts[:, 0].max() <= 6
+        taken += shares.train_counts[:, 0]
+    # 1,200 examples, by lot 60 for each client: eight standard deviations of 7.5 are not reached.
+    assert taken.min() > 30
+    assert taken.max() < 90
+    assert abs(taken[:10].sum() - taken[10:].sum()) < 140  # four deviations of 35
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    train=st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    clients=st.integers(1, 5),
+    chosen=st.integers(1, 3),
+)
+def test_pathological_gives_the_most_that_unequal_classes_allow(
+    train: list[int], clients: int, chosen: int
+) -> None:
+    """The smallest portion is the largest of all ways to share the places out, tried one by one."""
+    chosen = min(chosen, len(train))
+    places = [
+        takers
+        for takers in product(range(clients + 1), repeat=len(train))
+        if sum(takers) == clients * chosen
+    ]
+    best = max(
+        min(size // count for size, count in zip(train, takers, strict=True) if count)
+        for takers in places
+    )
+    assume(best >= 1 and clients <= sum(train))
+    shares = make_partition(
+        dataset(train, [5] * len(train)), "pathological", clients, 0, classes_per_client=chosen
+    )
+    assert (shares.train_counts.sum(axis=1) == chosen * best).all()
+
+
+@pytest.mark.parametrize(
+    ("classes", "chosen", "size"), [([10, 3], 1, 3), ([60, 20, 20], 2, 20), ([9, 9, 1], 1, 4)]
+)
+def test_larger_classes_have_more_clients(classes: list[int], chosen: int, size: int) -> None:
+    """10 and 3 among four: three clients have 3 of the one class, one has 3 of the other."""
+    shares = make_partition(
+        dataset(classes, [5] * len(classes)), "pathological", 4, 0, classes_per_client=chosen
+    )
+    assert (shares.train_counts.sum(axis=1) == size).all()
+
+
 @pytest.mark.parametrize(("classes", "chosen"), [(10, 2), (10, 5), (200, 10), (200, 20)])
 def test_the_papers_pathological_splits(classes: int, chosen: int) -> None:
     data = CIFAR if classes == 10 else TINY
     shares = make_partition(data, "pathological", 100, 0, classes_per_client=chosen)
     size = len(data.train_y) // 100
-    assert (shares.train_counts.sum(axis=0) == class_sizes(data)).all()
+    assert (shares.train_counts.sum(axis=0) == count_classes(data)).all()
     assert set(np.unique(shares.train_counts)) == {0, size // chosen}
 
 
@@ -316,12 +402,12 @@ def test_too_many_natural_clients_are_refused() -> None:
 
 
 def test_proportions_are_kept_when_test_examples_run_short() -> None:
-    counts = in_proportion(np.array([90, 10]), np.array([18, 50]), 100, stream(0, "t"))
+    counts = proportional_counts(np.array([90, 10]), np.array([18, 50]), 100, stream(0, "t"))
     assert counts.tolist() == [18, 2]
 
 
 def test_a_class_without_test_examples_is_left_out() -> None:
-    counts = in_proportion(np.array([50, 25, 25]), np.array([0, 9, 9]), 10, stream(0, "t"))
+    counts = proportional_counts(np.array([50, 25, 25]), np.array([0, 9, 9]), 10, stream(0, "t"))
     assert counts.tolist() == [0, 5, 5]
 
 

@@ -132,7 +132,7 @@ def test_padded_sequences_by_configuration(here: Path, model: str, mapped: bool)
     ).run()
     np.testing.assert_allclose(run.history["loss"], alone.history["loss"], atol=1e-5)
     saved = qv.load_run(here / "run")
-    x, _ = made.data.test.of(1)
+    x, _ = made.data.test.of_client(1)
     x = {"both": x} if model == "Whole" else x
     assert torch.equal(saved.personal(1)(**x), run.personal(1)(**x))
 
@@ -166,7 +166,7 @@ def test_several_inputs_and_targets_by_configuration(here: Path) -> None:
         assert dataset.train_target["kind"].dtype == np.int64
         assert dataset.train_target["size"].dtype == np.float32
         assert set(dataset.mean) == {"a", "b"}  # each is standardised
-        x, _ = made.data.train.of(0)
+        x, _ = made.data.train.of_client(0)
         ready = made.data.prepare(x)  # type: ignore[misc]
         assert abs(float(ready["a"].mean())) < 0.5 < float(x["a"].mean())
         runs.append(made.run())

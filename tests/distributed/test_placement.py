@@ -9,8 +9,8 @@ import pytest
 
 import quiverfl as qv
 from quiverfl.distributed.columns import cut
-from quiverfl.distributed.needs import RankNeeds
-from quiverfl.distributed.placement import Placement
+from quiverfl.distributed.memory import RankNeeds
+from quiverfl.distributed.ranks import Placement
 
 
 def test_equal_clients_are_shared_out_equally_and_in_order() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import quiverfl as qv
 import rank_cases as tried
-from quiverfl.engine.mixing import mix
+from quiverfl.engine.exchange.matrix import mix
 from small import AWAY, CLIENTS, TRAINING, tiny_data, tiny_task
 
 NAMES = [f"{method}-{graphs(6).name}" for method, graphs in tried.CASES]

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
+from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip, Normalize
 from quiverfl.data.federated import FederatedData
-from quiverfl.data.normalize import Normalize
-from quiverfl.engine.byte_images import SOURCE, ByteImages
-from quiverfl.engine.examples import Examples
-from quiverfl.models.cnn import TwoConvolutions, cnn_small
-from quiverfl.native.library import why_not
-from quiverfl.seeds import hashed
+from quiverfl.engine.local.byte_images import SOURCE, ByteImages
+from quiverfl.engine.local.examples import Examples
+from quiverfl.models.networks import TwoConvolutions, cnn_small
+from quiverfl.seeds import key_hashes
+from quiverfl.support.compiler import why_not_compiled
 
 NORMALIZE = Normalize((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616))
 
@@ -37,8 +36,10 @@ def images(augment: CropFlip | None) -> FederatedData:
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of taking images: in one compiled pass, and where nothing can be compiled."""
     if not request.param:
-        monkeypatch.setattr("quiverfl.engine.byte_images.why_not", lambda *_: "none here")
-    elif why_not(*SOURCE) is not None:
+        monkeypatch.setattr(
+            "quiverfl.engine.local.byte_images.why_not_compiled", lambda *_: "none here"
+        )
+    elif why_not_compiled(*SOURCE) is not None:
         pytest.skip("no C compiler")
 
 
@@ -52,7 +53,7 @@ def test_equal_to_the_last_bit(name: str, augmented: bool) -> None:
     last = Examples(data.train, data, torch.float32, cpu).laid_out(torch.channels_last)
     rows = np.array([2, 0])
     samples = np.random.default_rng(1).integers(0, 20, (2, 40))
-    keys = hashed(5, "augment", np.arange(80).reshape(2, 40)) if augmented else None
+    keys = key_hashes(5, "augment", np.arange(80).reshape(2, 40)) if augmented else None
     x, y = plain.gather(rows, samples, keys)
     fast, labels = last.gather(rows, samples, keys)
     assert torch.equal(fast, x)
@@ -68,7 +69,7 @@ def test_bytes_are_those_whose_floats_they_would_be(name: str) -> None:
     floats = Examples(data.train, data, torch.float32, cpu).laid_out(last)
     bytes_ = Examples(data.train, data, torch.float32, cpu).laid_out(last, as_bytes=True)
     rows, samples = np.array([2, 0]), np.random.default_rng(1).integers(0, 20, (2, 40))
-    keys = hashed(5, "augment", np.arange(80).reshape(2, 40))
+    keys = key_hashes(5, "augment", np.arange(80).reshape(2, 40))
     raw, _ = bytes_.gather(rows, samples, keys)
     assert isinstance(raw, torch.Tensor)
     assert raw.dtype == torch.uint8
@@ -78,7 +79,7 @@ def test_bytes_are_those_whose_floats_they_would_be(name: str) -> None:
     assert torch.equal(raw.to(torch.float32) * scale + shift, floats.gather(rows, samples, keys)[0])
 
 
-@pytest.mark.skipif(why_not(*SOURCE) is not None, reason=str(why_not(*SOURCE)))
+@pytest.mark.skipif(why_not_compiled(*SOURCE) is not None, reason=str(why_not_compiled(*SOURCE)))
 def test_a_run_on_bytes_is_the_run_on_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training, teachers, fine-tuning and evaluation read bytes where the model likes them."""
     draw = np.random.default_rng(0)
@@ -167,9 +168,9 @@ def test_images_lie_in_memory_as_they_do_when_they_are_read_from_disk(
         augment=CropFlip(fill=normalize.black),
     )
     cpu, last = torch.device("cpu"), torch.channels_last
-    left = replace(data.train, places=np.arange(24))
+    left = replace(data.train, rows=np.arange(24))
     rows, samples = np.array([1]), np.arange(count)[None]
-    keys = hashed(5, "augment", np.arange(count)[None])
+    keys = key_hashes(5, "augment", np.arange(count)[None])
     here, there = (
         Examples(split, data, torch.float32, cpu).laid_out(last).gather(rows, samples, keys)[0]
         for split in (data.train, left)
@@ -184,7 +185,7 @@ def test_keys_that_do_not_lie_together_are_copied_for_as_long_as_they_are_read()
     data = images(CropFlip())
     found = ByteImages.of(data.train.x, data, torch.float32, torch.channels_last)
     assert found is not None
-    wide = hashed(5, "augment", np.arange(2 * 3 * 500).reshape(2, 3, 500))
+    wide = key_hashes(5, "augment", np.arange(2 * 3 * 500).reshape(2, 3, 500))
     places = torch.from_numpy(np.random.default_rng(0).integers(0, 60, (2, 500)))
     apart, together = wide[:, 1], wide[:, 1].copy()
     assert not apart.flags.c_contiguous

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.callbacks.progress import _Notebook
+from quiverfl.runs.progress import _Notebook
 from small import PUSH, TRAINING, simulate, tiny_data, tiny_task
 
 

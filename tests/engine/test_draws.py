@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quiverfl as qv
-from quiverfl.engine.draws import KeyedDraws
+from quiverfl.engine.local.model_rng import KeyedRandomMode
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.seeds import hashed
+from quiverfl.seeds import key_hashes
 from small import CLIENTS, PUSH, TRAINING, tiny_data
 
 
@@ -156,7 +156,7 @@ def test_a_client_draws_the_same_wherever_it_is_hosted() -> None:
     settings = RunSettings(rounds=2, seed=3, dtype=torch.float64)
     method = qv.DFedPGP(shared_epochs=2)
     together = Shard(task, data, method, TRAINING, settings)
-    alone = Shard(task, data.only([4]), method, TRAINING, settings, clients=[4])
+    alone = Shard(task, data.select([4]), method, TRAINING, settings, clients=[4])
     together.train(1, np.ones(CLIENTS, dtype=bool))
     alone.train(1, np.ones(1, dtype=bool), share=1.0)
     for many, one in zip(together.state, alone.state, strict=True):
@@ -206,17 +206,17 @@ def test_one_step_by_hand() -> None:
         seed=7,
         dtype=torch.float64,
     )
-    w = qv.Task(Line, personal=()).initial(7).shared.double().numpy()
+    w = qv.Task(Line, personal=()).initial_params(7).shared.double().numpy()
     for round in range(2):
         for step in range(2):
-            kept = mask(int(hashed(7, "draws", 0, round, 0, step)), (5, 4), 0.25)
+            kept = mask(int(key_hashes(7, "draws", 0, round, 0, step)), (5, 4), 0.25)
             dropped = x * kept / 0.75
             w = w - 0.1 * 2 * ((dropped @ w - y)[:, None] * dropped).mean(axis=0)
     np.testing.assert_allclose(found._shard.state.u[0].numpy(), w, rtol=0, atol=1e-12)
 
 
 def test_draws_look_random() -> None:
-    draws = KeyedDraws(torch.tensor(5))
+    draws = KeyedRandomMode(torch.tensor(5))
     count = 200_000
     uniform = draws.uniform((count,), torch.float64)
     assert abs(float(uniform.mean()) - 0.5) < 4 * (1 / 12 / count) ** 0.5
@@ -230,21 +230,21 @@ def test_draws_look_random() -> None:
     for axis in (0, 1, 2):  # neighbours are not alike
         pairs = kept.flatten(), kept.roll(1, dims=axis).flatten()
         assert abs(float(torch.corrcoef(torch.stack(pairs))[0, 1])) < 4 / count**0.5
-    other = KeyedDraws(torch.tensor(6)).kept((100, 100, 20), 0.3).double()
+    other = KeyedRandomMode(torch.tensor(6)).kept((100, 100, 20), 0.3).double()
     assert abs(float(torch.corrcoef(torch.stack([kept.flatten(), other.flatten()]))[0, 1])) < 0.01
 
 
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
-    with KeyedDraws(torch.tensor(1)):
+    with KeyedRandomMode(torch.tensor(1)):
         found = F.alpha_dropout(x, 0.2, training=True)
     assert abs(float(found.mean())) < 0.02
     assert abs(float(found.std()) - 1) < 0.02
 
 
 def test_padding_changes_no_draw() -> None:
-    few = KeyedDraws(torch.tensor(9)).bits((3, 5))
-    many = KeyedDraws(torch.tensor(9)).bits((7, 8))
+    few = KeyedRandomMode(torch.tensor(9)).bits((3, 5))
+    many = KeyedRandomMode(torch.tensor(9)).bits((7, 8))
     assert torch.equal(many[:3, :5], few)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quiverfl as qv
 from authored import Plain
-from quiverfl.engine.features import head_is_last
+from quiverfl.engine.local.features import head_is_last
 from quiverfl.models import MODELS, make_model
 from small import CLIENTS, STAR, TRAINING, states, tiny_data
 
@@ -107,7 +107,7 @@ def test_a_head_is_trained_as_if_no_features_were_kept(
 
     proven: list[bool | None] = []
     shortened = run()
-    monkeypatch.setattr("quiverfl.engine.trainer.head_is_last", lambda *_: False)
+    monkeypatch.setattr("quiverfl.engine.local.trainer.head_is_last", lambda *_: False)
     plain = run()
     assert proven == [model is Plain, False]
     for one, other in zip(shortened, plain, strict=True):

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 import quiverfl as qv
-from quiverfl.engine.footprint import Footprint, counted, predict, room_for, saved_bytes
-from quiverfl.engine.programs import Program, Vectorized
+from quiverfl.engine.local.examples import Batch
+from quiverfl.engine.local.programs import Program, Vectorized
+from quiverfl.engine.memory import (
+    Footprint,
+    count_activations,
+    predict_memory,
+    room_for,
+    saved_bytes,
+)
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.models import make_model
-from quiverfl.task import Point
-from quiverfl.topologies.view import View
+from quiverfl.task import Params
+from quiverfl.topologies.reports import ReportView
 from small import METHODS, TRAINING, tiny_data, tiny_task
 
 
@@ -33,7 +40,7 @@ def image_problem(model: str, shape: tuple[int, ...]) -> tuple[qv.Task, qv.Feder
 
 def test_of_the_tiny_model_by_hand() -> None:
     """Kept are x [n, 6] and tanh's output [n, 5], once each; the head's weight is a parameter."""
-    found = counted(tiny_task(), tiny_data(), torch.float64, together=False)
+    found = count_activations(tiny_task(), tiny_data(), torch.float64, together=False)
     assert (found.fixed, found.per_sample) == (0, (6 + 5) * 8)
 
 
@@ -42,7 +49,7 @@ def test_two_and_four_samples_tell_of_a_whole_batch(model: str) -> None:
     task, data = image_problem(model, (3, 28, 28))
     x = data.train.x[:1].expand(24, 3, 28, 28).clone()
     for together in (False, True):
-        predicted = counted(task, data, torch.float32, together).of(24)
+        predicted = count_activations(task, data, torch.float32, together).of(24)
         assert predicted == saved_bytes(task, x, torch.float32, together)
 
 
@@ -51,7 +58,7 @@ def test_clients_computed_together_keep_as_much_each(model: str) -> None:
     """What vmap keeps for five clients is five times what one keeps, to a tenth."""
     task, data = image_problem(model, (3, 28, 28))
     program = Program.of(task, torch.float32, torch.device("cpu"))
-    point = Point(*(part.expand(5, -1).clone() for part in task.initial(0)))
+    point = Params(*(part.expand(5, -1).clone() for part in task.initial_params(0)))
     own = {part.untyped_storage().data_ptr() for part in point}
     found: dict[int, int] = {}
 
@@ -65,16 +72,16 @@ def test_clients_computed_together_keep_as_much_each(model: str) -> None:
     y = torch.zeros(5, 8, dtype=torch.int64)
     gradient = Vectorized().bind(program, point, "whole")
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        gradient(5, x, y, None)
+        gradient(Batch(5, x, y))
     kept = sum(found.values())
-    predicted = 5 * counted(task, data, torch.float32).of(8)
+    predicted = 5 * count_activations(task, data, torch.float32).of(8)
     assert 0.9 * predicted <= kept <= 1.1 * predicted
 
 
 @pytest.mark.parametrize("method", [method for method, _ in METHODS], ids=str)
 def test_states_weigh_what_is_predicted(method: Any) -> None:
     settings = RunSettings(rounds=0, dtype=torch.float64)
-    predicted = predict(tiny_task(), tiny_data(), method, TRAINING, settings)
+    predicted = predict_memory(tiny_task(), tiny_data(), method, TRAINING, settings)
     shard = Shard(tiny_task(), tiny_data(), method, TRAINING, settings)
     weigh = sum(leaf.nbytes for leaf in shard.state)
     sent = sum(leaf.nbytes for leaf in shard.outbox().values())
@@ -92,10 +99,10 @@ def test_resnet18_on_a_card_of_24_gb_is_as_it_was_calculated() -> None:
     task = qv.Task(model=lambda: make_model("resnet18_gn", (3, 32, 32), 10), personal=("head",))
     training = qv.Training(lr=0.1, momentum=0.9, batch_size=128)
     settings = RunSettings(rounds=1, executor="vectorized", keep_local=False)
-    found = predict(task, data, qv.DFedPGP(), training, settings)
+    found = predict_memory(task, data, qv.DFedPGP(), training, settings)
     assert 4.4e9 < found.states < 4.6e9
-    one = counted(task, data, torch.float32, together=False).per_sample
-    together = counted(task, data, torch.float32).per_sample
+    one = count_activations(task, data, torch.float32, together=False).per_sample
+    together = count_activations(task, data, torch.float32).per_sample
     assert 4e6 < one < 6e6
     assert 9e6 < together < 10e6
     room = room_for(found, 24 * 10**9)
@@ -117,14 +124,14 @@ def test_what_clients_know_of_each_other_is_counted(sketch: int) -> None:
     """Against what numpy allocates at most while views follow each other and graphs are chosen."""
     clients = 200
     topology = qv.similar_push(clients, 3, sketch=sketch) if sketch else qv.loss_push(clients, 3)
-    looks = topology.looks
+    looks = topology.reports
     assert looks is not None
     telling = np.random.default_rng(0).normal(size=(clients, looks.width)).astype(np.float32)
     tracemalloc.start()
-    view = View.nothing(looks, clients)
+    view = ReportView.empty(looks, clients)
     graph = topology(0, view)
     for t in range(2):
-        view = view.after(t, graph, telling)
+        view = view.with_messages(t, graph, telling)
         graph = topology(t + 1, view)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -132,6 +139,7 @@ def test_what_clients_know_of_each_other_is_counted(sketch: int) -> None:
     settings = RunSettings(rounds=1)
     parts = (tiny_task(), tiny_data(), qv.DFedPGP(), TRAINING, settings)
     more = (
-        predict(*parts, clients=clients, looks=looks).total - predict(*parts, clients=clients).total
+        predict_memory(*parts, clients=clients, looks=looks).total
+        - predict_memory(*parts, clients=clients).total
     )
     assert more == looks.memory(clients)

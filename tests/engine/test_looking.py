@@ -11,19 +11,19 @@ import torch
 
 import quiverfl as qv
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.sight import sketched
-from quiverfl.seeds import hashed
-from quiverfl.topologies.recorded import as_text
+from quiverfl.engine.client_reports import count_sketch
+from quiverfl.seeds import key_hashes
+from quiverfl.topologies.analysis import graph_to_text
 from small import CLIENTS, PUSH, REGULAR, TRAINING, simulate, states, tiny_data, tiny_task
 
-EVERYTHING = qv.Looks(loss=True, norm=True, sketch=4, seed=5)
+EVERYTHING = qv.ReportSpec(loss=True, norm=True, sketch=4, seed=5)
 METHOD = qv.DFedPGP(shared_epochs=2)
 
 
-def looking(clients: int, looks: qv.Looks = EVERYTHING, **options: Any) -> qv.Topology:
+def looking(clients: int, looks: qv.ReportSpec = EVERYTHING, **options: Any) -> qv.Topology:
     """random_push with whatever is to be told."""
     plain = qv.random_push(clients=clients, neighbors=2, seed=0)
-    return qv.custom(lambda t, view: plain(t), clients, looks=looks)
+    return qv.custom(lambda t, view: plain(t), clients, reports=looks)
 
 
 def bandit(clients: int) -> qv.Topology:
@@ -39,7 +39,7 @@ def test_looking_alone_changes_nothing_but_the_bytes():
         beside = 2 * EVERYTHING.bytes  # two messages of every client
         assert after["sent_bytes"] == [size + beside for size in before["sent_bytes"]]
         assert after["network_bytes"] == before["network_bytes"] + CLIENTS * beside
-        assert after["links"] == as_text(PUSH(CLIENTS)(after["round"]))
+        assert after["links"] == graph_to_text(PUSH(CLIENTS)(after["round"]))
         assert "links" not in before
 
 
@@ -54,7 +54,7 @@ def test_what_is_told_of_the_first_round():
     run = simulate(METHOD, looking(CLIENTS), rounds=1)
     view, task, data = run._shard.view, tiny_task(), tiny_data()
     for client in range(CLIENTS):
-        begun = task.initial(0)
+        begun = task.initial_params(0)
         moved = np.concatenate(
             [
                 (run.parameters(client, "local")[name] - value).flatten().numpy()
@@ -63,18 +63,18 @@ def test_what_is_told_of_the_first_round():
         )
         x, y = data.train.x, data.train.y
         rows = slice(*data.train.offsets[client : client + 2])
-        model = task.module(qv.Point(*(part.double() for part in begun)))
+        model = task.make_module(qv.Params(*(part.double() for part in begun)))
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(model(x[rows].double()), y[rows])
         assert view.loss[client, client] == pytest.approx(float(loss), rel=1e-6)
         assert view.norm[client, client] == pytest.approx(np.linalg.norm(moved), rel=1e-6)
-        bits = hashed(5, "sketch", np.arange(len(moved)))
+        bits = key_hashes(5, "sketch", np.arange(len(moved)))
         expected = np.zeros(4)
         for value, bit in zip(moved, bits, strict=True):
             expected[int(bit >> np.uint64(1)) % 4] += value if bit & np.uint64(1) else -value
         assert np.allclose(view.sketch[client, client], expected, rtol=1e-6, atol=1e-7)
     links = PUSH(CLIENTS)(0).weights > 0
-    assert (np.isfinite(view.told).all(axis=2) == links).all()
+    assert (np.isfinite(view.values).all(axis=2) == links).all()
     across = links & ~np.eye(CLIENTS, dtype=bool)
     assert (view.loss[across] == np.broadcast_to(view.loss.diagonal(), links.shape)[across]).all()
 
@@ -86,10 +86,10 @@ def test_a_sketch_keeps_angles_on_average():
     cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
     found = []
     for seed in range(200):
-        bits = hashed(seed, "sketch", np.arange(5000))
+        bits = key_hashes(seed, "sketch", np.arange(5000))
         buckets = ((bits >> np.uint64(1)) % np.uint64(32)).astype(np.int64)
         signs = np.where(bits & np.uint64(1), 1.0, -1.0)
-        a, b = (sketched(row, buckets, signs, 32) for row in (one, other))
+        a, b = (count_sketch(row, buckets, signs, 32) for row in (one, other))
         found.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
     assert np.mean(found) == pytest.approx(cosine, abs=0.03)
     assert np.std(found) < 2 / np.sqrt(32)
@@ -137,12 +137,12 @@ def test_the_graph_follows_what_clients_told():
     ("method", "topology", "words"),
     [
         (qv.Local(), bandit(CLIENTS), "Local sends nothing"),
-        (qv.OSGP(delay=1), bandit(CLIENTS), "with delay = 1: bandit_push looks"),
+        (qv.OSGP(delay=1), bandit(CLIENTS), "with delay = 1: bandit_push needs"),
         (qv.DFedAvgM(), bandit(CLIENTS), "carries no push-sum mass"),
         (
             qv.FedAvg(),
-            qv.custom(lambda t, view: qv.star(CLIENTS, 2)(t), CLIENTS, looks=EVERYTHING),
-            "is a star that looks",
+            qv.custom(lambda t, view: qv.star(CLIENTS, 2)(t), CLIENTS, reports=EVERYTHING),
+            "is an adaptive star",
         ),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_checkpoint_without_a_view_is_refused():
 
 def test_row_stochastic_graphs_can_look_too():
     plain = REGULAR(CLIENTS)
-    topology = qv.custom(lambda t, view: plain(t), CLIENTS, looks=qv.Looks(norm=True))
+    topology = qv.custom(lambda t, view: plain(t), CLIENTS, reports=qv.ReportSpec(norm=True))
     blind, seeing = simulate(qv.DFedAvgM(), plain), simulate(qv.DFedAvgM(), topology)
     assert all(torch.equal(a, b) for a, b in zip(states(blind), states(seeing), strict=True))
     assert (seeing._shard.view.norm.diagonal() > 0).all()
@@ -170,7 +170,7 @@ def test_what_is_told_is_counted_beside_a_compressed_message():
     chosen, coded = bandit(CLIENTS), qv.Quantize(bits=4)
     whole, small = (simulate(METHOD, chosen, compression=c) for c in (None, coded))
     plain = simulate(METHOD, PUSH(CLIENTS), compression=coded)
-    beside = chosen.looks.bytes * CLIENTS * 2
+    beside = chosen.reports.bytes * CLIENTS * 2
     sizes = [r.rounds["network_bytes"].tolist() for r in (whole, small, plain)]
     assert sizes[1] == [size + beside for size in sizes[2]]
     assert sizes[1][0] < sizes[0][0]

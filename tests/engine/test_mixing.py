@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quiverfl as qv
-from quiverfl.engine import mixing
-from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.mixing import mix
+from quiverfl.engine.exchange import matrix as mixing
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.exchange.matrix import MatrixProduct, mix
 
 
 @given(
@@ -70,7 +70,7 @@ def test_mu_stays_one_for_500_row_stochastic_rounds_and_sums_to_m_for_column_sto
 def test_a_delayed_share_arrives_when_it_is_due_by_hand() -> None:
     """Two clients that halve their mass each round; the other's half comes two rounds late."""
     graph = qv.from_matrix(np.full((2, 2), 0.5))
-    exchange = MatrixExchange(delay=2)
+    exchange = Exchange(MatrixProduct(delay=2))
     x = torch.tensor([8.0, 16.0], dtype=torch.float64)
     seen = []
     for t in range(4):
@@ -82,7 +82,7 @@ def test_a_delayed_share_arrives_when_it_is_due_by_hand() -> None:
     assert seen[1] == [2, 4]
     assert seen[2] == [1 + 8, 2 + 4]
     assert seen[3] == [4.5 + 4, 3 + 2]
-    flying = sum(float(leaf.sum()) for leaf in exchange.in_flight().values())
+    flying = sum(float(leaf.sum()) for leaf in exchange.tensors().values())
     assert flying + sum(seen[3]) == 24
 
 
@@ -95,12 +95,12 @@ def test_a_share_waits_for_a_client_that_is_away() -> None:
         qv.Graph(qv.from_matrix(alone)(0).sparse, away),
         qv.Graph(qv.from_matrix(alone)(0).sparse, present),
     ]
-    exchange = MatrixExchange(delay=1)
+    exchange = Exchange(MatrixProduct(delay=1))
     x = torch.tensor([8.0, 16.0], dtype=torch.float64)
     for t, graph in enumerate(graphs):
         exchange.push(t, graph, {"x": x})
         x = exchange.collect(t)["x"]
         if t == 1:
             assert x.tolist() == [4 + 8, 8]  # client 1 is away: its 4 waits
-            assert sum(float(leaf.sum()) for leaf in exchange.in_flight().values()) == 4
+            assert sum(float(leaf.sum()) for leaf in exchange.tensors().values()) == 4
     assert x.tolist() == [12, 12]

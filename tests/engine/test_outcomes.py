@@ -12,7 +12,7 @@ import torch
 
 import quiverfl as qv
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.federated import federate
+from quiverfl.data.federated import make_federated
 from quiverfl.data.partition import make_partition
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.simulate import _useful_threads
@@ -34,7 +34,7 @@ def test_a_personal_model_takes_what_the_data_look_like(dtype: Any) -> None:
     dataset = pictures(dtype)
     if dtype == np.float32:
         dataset = Dataset(**{**vars(dataset), "mean": (130.0,), "std": (70.0,)})
-    data = federate(dataset, make_partition(dataset, "iid", 4, 0))
+    data = make_federated(dataset, make_partition(dataset, "iid", 4, 0))
     run = qv.simulate(
         qv.Task(lambda: make_model("mlp", (1, 6, 6), 2, hidden=(8,))),
         data,
@@ -129,6 +129,17 @@ def test_unknown_options_of_simulate_are_refused_with_the_nearest() -> None:
 def test_a_run_says_what_it_is() -> None:
     run = simulate(qv.FedAvg(), STAR(CLIENTS), rounds=1)
     assert repr(run).startswith("<Run of FedAvg: clients 6, rounds 1, local accuracy 0.")
+
+
+def test_a_task_says_what_it_is_without_addresses() -> None:
+    assert repr(tiny_task()) == (
+        "<Task with TinyModel: parameters 53, personal head (18), loss cross_entropy, "
+        "metrics accuracy>"
+    )
+    alone = qv.Task(lambda: torch.nn.Linear(2, 1), (), torch.nn.MSELoss(reduction="none"), {})
+    assert repr(alone) == (
+        "<Task with Linear: parameters 3, personal nothing (0), loss MSELoss, metrics none>"
+    )
 
 
 def test_the_public_names_are_all_there() -> None:

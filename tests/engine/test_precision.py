@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import quiverfl as qv
-from quiverfl.config import parse
 from quiverfl.engine import execution
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.precision import computing
+from quiverfl.engine.execution import set_precision
 from quiverfl.errors import QuiverError
+from quiverfl.runs.config import parse_config
 from small import PUSH, REGULAR, STAR, TRAINING, TinyModel, distance, simulate, states, tiny_data
 
 
@@ -113,7 +113,7 @@ def test_products_of_a_gpu_are_set_and_put_back() -> None:
     cuda = torch.device("cuda")
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     for precision, allowed in (("float32", False), ("tf32", True), ("bf16", False)):
-        with computing(precision, cuda):  # type: ignore[arg-type]
+        with set_precision(precision, cuda):  # type: ignore[arg-type]
             assert torch.backends.cuda.matmul.allow_tf32 is allowed
             assert torch.backends.cudnn.allow_tf32 is allowed
         assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
@@ -158,11 +158,11 @@ def test_a_resumed_run_stays_with_what_was_measured_before(
 
 
 def test_precision_is_part_of_what_a_run_is_and_compiling_is_not() -> None:
-    plain = parse({})
-    assert parse({"run": {"precision": "float32"}}).identity() == plain.identity()
-    assert parse({"run": {"precision": "bf16"}}).identity() != plain.identity()
+    plain = parse_config({})
+    assert parse_config({"run": {"precision": "float32"}}).identity() == plain.identity()
+    assert parse_config({"run": {"precision": "bf16"}}).identity() != plain.identity()
     for key, value in (("compile", True), ("states", "host"), ("executor", "measure")):
-        assert parse({"run": {key: value}}).identity() == plain.identity()
+        assert parse_config({"run": {key: value}}).identity() == plain.identity()
 
 
 @pytest.mark.slow

@@ -18,11 +18,10 @@ from torch import nn
 
 import quiverfl as qv
 from pretend import DEVICE, OnDevice, Seen, pretended
-from quiverfl.data.augmentation import CropFlip
-from quiverfl.data.normalize import Normalize
-from quiverfl.engine import stepper
+from quiverfl.data.augmentation import CropFlip, Normalize
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.history import History
+from quiverfl.engine.local.examples import Examples
 from quiverfl.models import MODELS, make_model
 from small import AWAY, METHODS, PUSH, SOME, STAR, TinyModel, simulate, states, tiny_data, tiny_task
 
@@ -80,19 +79,18 @@ def test_some_methods_one_by_one_and_a_round_s_copies(executor: str) -> None:
     assert not long.steps
     assert short.elsewhere == long.elsewhere  # four times the steps, and not a copy more
     groups, phases, rounds = (1 if executor == "vectorized" else 6), 2, 2
-    moved = short.elsewhere["copy to the device | engine/picks.py:_together"]
+    moved = short.elsewhere["copy to the device | engine/local/examples.py:_move"]
     assert moved <= rounds * groups * phases * 2 + 20
 
 
 def test_a_copy_inside_the_loop_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter counts: batches moved when they are used, as they were before."""
 
-    def late(self: Any, picks: Any) -> Any:
-        places = picks.places.cpu().to(self._values.device)
-        x, y = self._source.take(picks._replace(places=places))
-        return x, y, picks.weights(self._values.dtype)
+    def take_late(self: Any, places: Any, *rest: Any) -> Any:
+        return take(self, places.cpu().to(self._device), *rest)
 
-    monkeypatch.setattr(stepper.Stepper, "_gathered", late)
+    take = Examples._take
+    monkeypatch.setattr(Examples, "_take", take_late)
     seen = on_both(simulate, qv.DFedAvgM(epochs=1), SOME(6), rounds=1)
     steps = math.ceil(11 / 4)  # of the largest client
     assert sum(seen.steps.values()) == 2 * steps
@@ -150,7 +148,7 @@ def test_every_model_with_augmented_images(name: str, executor: str) -> None:
 
     seen = on_both(run)
     # What padding is filled with is moved once, for all runs of a process.
-    assert set(seen.steps) <= {"copy to the device | data/augmentation.py:constant"}
+    assert set(seen.steps) <= {"copy to the device | data/augmentation.py:channel_tensor"}
     assert sum(seen.steps.values()) <= 1
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quiverfl import Task, keep_freed_memory
-from quiverfl.engine.programs import Program, Sequential, choose_executor
+from quiverfl.engine.local.programs import Program, Sequential, choose_executor
 from quiverfl.models import make_model
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_tied_parameters_are_bound_in_every_place() -> None:
 
     task = Task(Tied)
     program = Program.of(task, torch.float64, CPU)
-    point = task.initial(0)
+    point = task.initial_params(0)
     stacked = type(point)(*(part.double().unsqueeze(0) for part in point))
     x = torch.ones(1, 5, 3, dtype=torch.float64)
     found = Sequential().see(program, stacked, x).outputs

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from quiverfl.callbacks.progress import progress
+from quiverfl.runs.progress import progress
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -11,19 +11,21 @@ from torch import Tensor
 
 import quiverfl as qv
 from compilers import no_compiler
-from quiverfl.engine import quantized_mixing
-from quiverfl.engine.coded_exchange import CodedExchange, difference
-from quiverfl.engine.column_code import ColumnCode
-from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.quantized_mixing import SOURCE, mix_coded
-from quiverfl.native.library import why_not
+from quiverfl.engine.exchange import quantized as quantized_mixing
+from quiverfl.engine.exchange.compression import CompressionStage, subtract_identity
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.exchange.matrix import MatrixProduct
+from quiverfl.engine.exchange.quantized import SOURCE, ColumnCode, mix_coded
+from quiverfl.support.compiler import why_not_compiled
 from quiverfl.topologies import participating
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.topology import uploads
+from quiverfl.topologies.topology import count_uploads
 from quiverfl.transforms.compression import SLACK
-from quiverfl.transforms.dither import BLOCK, ROWS, Dither
+from quiverfl.transforms.noise import BLOCK, ROWS, Dither
 
-needs_compiler = pytest.mark.skipif(why_not(*SOURCE) is not None, reason=str(why_not(*SOURCE)))
+needs_compiler = pytest.mark.skipif(
+    why_not_compiled(*SOURCE) is not None, reason=str(why_not_compiled(*SOURCE))
+)
 
 CODERS = [
     qv.Quantize(bits=8),
@@ -75,7 +77,7 @@ def numbers_of(clients: int, numbers: int, seed: int = 0) -> Tensor:
 
 def coded(graph: Graph, coder: qv.Quantize, numbers: int, ids: Tensor | None = None) -> ColumnCode:
     clients = np.arange(graph.clients) if ids is None else ids.numpy()
-    silent = np.flatnonzero(uploads(graph) == 0)
+    silent = np.flatnonzero(count_uploads(graph) == 0)
     return ColumnCode(coder, Dither(5, 3).of("u", clients, numbers), silent)
 
 
@@ -90,7 +92,7 @@ def assertsame_bits(one: Tensor, other: Tensor) -> None:
 
 
 def assert_alike(graph: Graph, leaf: Tensor, code: ColumnCode) -> Tensor:
-    moves = difference(graph)
+    moves = subtract_identity(graph)
     expected = quantized_mixing._by_torch(moves, leaf.clone(), code)
     assertsame_bits(quantized_mixing._by_c(moves, leaf, code), expected)
     return expected
@@ -106,7 +108,7 @@ def test_the_compiled_pass_finds_pytorchs_bits(
     code, leaf = coded(graph, coder, numbers), numbers_of(clients, numbers)
     before = leaf.clone()
     assert len(code.silent)
-    assert (np.diff(difference(graph).matrix.indptr) == 0).any()
+    assert (np.diff(subtract_identity(graph).matrix.indptr) == 0).any()
     mixed = assert_alike(graph, leaf, code)
     assert not torch.equal(mixed, before)
 
@@ -117,7 +119,7 @@ def test_the_compiled_pass_finds_pytorchs_bits(
 def test_what_is_not_finite_spreads_as_in_pytorch(coder: qv.Quantize, bad: float) -> None:
     graph, numbers = away(60), 2 * BLOCK + 9
     leaf = numbers_of(60, numbers)
-    senders = np.flatnonzero(uploads(graph))
+    senders = np.flatnonzero(count_uploads(graph))
     for client, place in zip(senders, (5, BLOCK + 1, 2 * BLOCK + 2), strict=False):
         leaf[client, place] = bad
     leaf[senders[-1], 0] = torch.finfo(torch.float32).max
@@ -133,7 +135,7 @@ def test_whoever_has_no_receiver_keeps_all(coder: qv.Quantize) -> None:
     """Also where it has an own weight below 1, as whoever pulls has."""
     graph, numbers = qv.random_pull(60, 2, seed=1)(0), BLOCK + 5
     code = coded(graph, coder, numbers)
-    assert (difference(graph).matrix.diagonal()[code.silent] < 0).any()
+    assert (subtract_identity(graph).matrix.diagonal()[code.silent] < 0).any()
     assert_alike(graph, numbers_of(60, numbers), code)
 
 
@@ -146,8 +148,8 @@ def edges(code: ColumnCode, leaf: Tensor) -> Tensor:
     split = leaf.view(len(leaf), -1, BLOCK)
     assert isinstance(code.compression, qv.Quantize)
     scales = code.compression.scales(split)
-    if code.compression.draws:
-        wanted = 1 - 2.0**-25 - code.draws.at(0, split.shape[1]).double()
+    if code.compression.is_random:
+        wanted = 1 - 2.0**-25 - code.dither.at(0, split.shape[1]).double()
     else:
         wanted = torch.arange(BLOCK).double().expand(split.shape) % code.compression.levels + 0.5
     found = torch.zeros_like(split)
@@ -155,7 +157,7 @@ def edges(code: ColumnCode, leaf: Tensor) -> Tensor:
         near = (wanted * scales).float()
         near = (near.view(torch.int32) + off).view(torch.float32)
         exact = near.double() * scales.reciprocal().double()
-        below = (exact < wanted) | (not code.compression.draws)
+        below = (exact < wanted) | (not code.compression.is_random)
         found = torch.where((exact.float().double() == wanted) & below, near, found)
     assert (found != 0).sum() > 100
     return found
@@ -193,7 +195,7 @@ def test_clients_may_have_any_numbers() -> None:
     graph, numbers = away(60), 3 * BLOCK + 1
     ids = torch.from_numpy(np.random.default_rng(0).permutation(4 * ROWS)[:60])
     code = coded(graph, CODERS[0], numbers, ids)
-    assert code.draws.turns.shape[1] == 4
+    assert code.dither.turns.shape[1] == 4
     assert_alike(graph, numbers_of(60, numbers), code)
 
 
@@ -203,7 +205,9 @@ def test_several_workers_find_the_same(
     monkeypatch: pytest.MonkeyPatch, threads: None, count: int
 ) -> None:
     graph, numbers = away(60), 11 * BLOCK + 30
-    alone = mix_coded(difference(graph), numbers_of(60, numbers), coded(graph, CODERS[0], numbers))
+    alone = mix_coded(
+        subtract_identity(graph), numbers_of(60, numbers), coded(graph, CODERS[0], numbers)
+    )
     torch.set_num_threads(count)
     monkeypatch.setattr(quantized_mixing, "AT_ONCE", 2 * BLOCK * 60)
     assertsame_bits(
@@ -223,9 +227,9 @@ def test_rows_may_be_part_of_longer_ones() -> None:
 
 def exchanged(dtype: torch.dtype = torch.float32, fused: bool = True) -> dict[str, Tensor]:
     """Three rounds of eight-bit messages of two leaves among 60 clients."""
-    through = CodedExchange(
-        MatrixExchange(), qv.Quantize(bits=8), 4, np.arange(60), "mu", False, fused
-    )
+    core = MatrixProduct()
+    stage = CompressionStage(core, qv.Quantize(bits=8), 4, np.arange(60), "mu", False, fused)
+    through = Exchange(core, [stage])
     draws = torch.Generator().manual_seed(0)
     held = {
         "u": torch.randn(60, 3, 50, generator=draws).to(dtype),
@@ -240,7 +244,9 @@ def exchanged(dtype: torch.dtype = torch.float32, fused: bool = True) -> dict[st
 
 @needs_compiler
 def test_an_exchange_takes_the_compiled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert quantized_mixing.same_bits(qv.Quantize(bits=8))  # tried before it is made impossible
+    assert quantized_mixing.compiled_matches_torch(
+        qv.Quantize(bits=8)
+    )  # tried before it is made impossible
     with monkeypatch.context() as patch:
         patch.setattr(quantized_mixing, "_by_torch", pytest.fail)
         compiled = exchanged()
@@ -255,14 +261,14 @@ def test_without_a_compiler_pytorch_finds_the_same(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     here = exchanged(dtype=dtype)
-    quantized_mixing.same_bits.cache_clear()
+    quantized_mixing.compiled_matches_torch.cache_clear()
     monkeypatch.setattr(quantized_mixing, "_by_c", pytest.fail)
     try:
         with no_compiler():
             for name, leaf in exchanged(dtype=dtype).items():
                 assert torch.equal(leaf, here[name])
     finally:
-        quantized_mixing.same_bits.cache_clear()
+        quantized_mixing.compiled_matches_torch.cache_clear()
 
 
 @needs_compiler
@@ -277,17 +283,17 @@ def test_a_pass_that_is_off_by_a_bit_is_not_used(monkeypatch: pytest.MonkeyPatch
         return found
 
     here = exchanged()
-    quantized_mixing.same_bits.cache_clear()
+    quantized_mixing.compiled_matches_torch.cache_clear()
     monkeypatch.setattr(quantized_mixing, "_by_c", off)
     try:
         for name, leaf in exchanged().items():
             assert torch.equal(leaf, here[name])
     finally:
-        quantized_mixing.same_bits.cache_clear()
+        quantized_mixing.compiled_matches_torch.cache_clear()
     assert len(taken) == 1  # the trial
 
 
 def test_many_neighbours_stay_with_the_dense_product(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = qv.random_push(8, 5)(0)
     monkeypatch.setattr(quantized_mixing, "_by_c", pytest.fail)
-    mix_coded(difference(graph), numbers_of(8, BLOCK), coded(graph, CODERS[0], BLOCK))
+    mix_coded(subtract_identity(graph), numbers_of(8, BLOCK), coded(graph, CODERS[0], BLOCK))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quiverfl.engine import tensors as ours
-from quiverfl.engine.tensors import TYPES, write_tensors
+from quiverfl.engine import checkpoint as ours
+from quiverfl.engine.checkpoint import TYPES, write_tensors
 
 
 @pytest.mark.parametrize("piece", [16, 1 << 24])

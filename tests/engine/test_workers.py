@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import quiverfl as qv
-from quiverfl.engine.workers import Halted, side_by_side, stop_if_halted, worker_count
+from quiverfl.engine.local.workers import Halted, parallel_for, stop_if_halted, worker_count
 from quiverfl.models import make_model
 from quiverfl.topologies import Topology
 
@@ -111,7 +111,7 @@ def test_threads_are_divided_among_the_workers(threads: int, wanted: int, worker
     torch.set_num_threads(threads)
     assert worker_count(wanted) == workers
     shares: list[int] = []
-    side_by_side(lambda _: shares.append(torch.get_num_threads()), range(4 * workers), workers)
+    parallel_for(lambda _: shares.append(torch.get_num_threads()), range(4 * workers), workers)
     assert set(shares) == {threads // workers}
     assert len(shares) == 4 * workers
     assert torch.get_num_threads() == threads
@@ -135,7 +135,7 @@ def test_the_error_is_that_of_the_first_item_that_fails() -> None:
     for _ in range(20):
         last_failed.clear()
         with pytest.raises(ValueError, match="0"):
-            side_by_side(work, range(4), 4)
+            parallel_for(work, range(4), 4)
 
 
 def test_work_that_is_broken_off_ends_at_its_next_step_and_no_other_begins() -> None:
@@ -156,7 +156,7 @@ def test_work_that_is_broken_off_ends_at_its_next_step_and_no_other_begins() -> 
             raise
 
     with pytest.raises(KeyboardInterrupt):
-        side_by_side(work, range(50), 2)
+        parallel_for(work, range(50), 2)
     assert broken_off.is_set()
     stop_if_halted()  # nothing is left behind
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker")]
@@ -176,7 +176,7 @@ def test_an_interruption_while_items_are_handed_out_ends_those_at_work() -> None
             threading.Event().wait(0.001)
 
     with pytest.raises(KeyboardInterrupt):
-        side_by_side(work, items(), 2)
+        parallel_for(work, items(), 2)
     assert len(begun) <= 2
 
 
@@ -192,7 +192,7 @@ def test_an_error_that_was_handled_keeps_nothing_alive() -> None:
             raise ValueError(item)
 
         with contextlib.suppress(ValueError):
-            side_by_side(work, range(8), 2)
+            parallel_for(work, range(8), 2)
         return weakref.ref(large)
 
     gc.collect()

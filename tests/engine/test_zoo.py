@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import quiverfl as qv
-from quiverfl.engine.footprint import predict
+from quiverfl.engine.memory import predict_memory
 from quiverfl.errors import QuiverWarning
 
 SIZES = (5, 9, 7, 6)
@@ -324,7 +324,7 @@ def test_a_personal_model_says_what_was_evaluated(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = run(ZOO[name])
-    x, y = found._data.test.of(1)
+    x, y = found._data.test.of_client(1)
     task, model = found._task, found.personal(1)
     x = {"both": x} if name == "a dictionary as one argument" else x
     with torch.no_grad():
@@ -339,7 +339,7 @@ def test_ids_stay_ids_and_masks_stay_masks() -> None:
     data = qv.FederatedData.from_arrays([padded(random, 3)], [padded(random, 2)])
     assert data.train.x["input_ids"].dtype == torch.int64
     assert data.train.sizes.tolist() == [3]
-    assert data.only([0]).train.x["attention_mask"].shape == (3, PLACES)
+    assert data.select([0]).train.x["attention_mask"].shape == (3, PLACES)
 
 
 A = np.zeros((3, 2))
@@ -378,6 +378,6 @@ def test_the_memory_of_trees_is_counted() -> None:
     random = np.random.default_rng(0)
     data = qv.FederatedData.from_arrays([padded(random, 5)] * 2, [padded(random, 4)] * 2)
     task, settings = qv.Task(Transformer), qv.RunSettings(rounds=1)
-    needed = predict(task, data, qv.DFedPGP(), qv.Training(batch_size=4), settings)
+    needed = predict_memory(task, data, qv.DFedPGP(), qv.Training(batch_size=4), settings)
     assert needed.data == 2 * (5 + 4) * (2 * PLACES + 1) * 8
     assert needed.per_client > 0

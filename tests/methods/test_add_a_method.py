@@ -1,4 +1,4 @@
-"""The example of docs/add-a-method.md, as it stands there, keeps the law and runs by its name."""
+"""The example of docs/how-to/own-method.md keeps the law and runs by its name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
-from quiverfl.references import source_digest
+from quiverfl.support.references import hash_source
 from small import CLIENTS, REGULAR, SOME, simulate, states
 
 from . import test_laws as laws
 
-PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-method.md"
 CONFIG = """
 [data]
 clients = 4
@@ -90,7 +90,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     """As in a new process."""
     sys.modules.pop("dfedprox", None)
-    source_digest.cache_clear()
+    hash_source.cache_clear()
 
 
 def quiver(*words: str) -> Any:

@@ -16,7 +16,7 @@ import quiverfl as qv
 from authored import Alone, Weights, anything, with_phases
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverWarning
-from quiverfl.methods.parts import train_personal, train_whole
+from quiverfl.methods.blocks import train_personal, train_whole
 from small import CLIENTS, REGULAR, STAR, TRAINING, simulate, states, tiny_data, tiny_task
 
 ROOT = Path(qv.__file__).parent
@@ -26,13 +26,15 @@ READ_FIRST = (
     "methods/contract.py",
     "methods/dfedpgp.py",
     "topologies/graph.py",
+    "engine/local/step.py",
 )
 
 PLAIN = qv.Training(lr=0.1, personal_lr=0.05, batch_size=4)
 
 
-def test_what_a_newcomer_reads_first_is_four_hundred_lines_at_most() -> None:
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in READ_FIRST) <= 400
+def test_what_a_newcomer_reads_first_is_six_hundred_lines_at_most() -> None:
+    """The path ends in the file in which a batch becomes a gradient, and a gradient a step."""
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in READ_FIRST) <= 600
 
 
 def test_fields_have_roles_by_type_and_names_of_their_own() -> None:
@@ -61,26 +63,26 @@ class Noting(qv.Method[Noted]):
     topology = "star"
 
     def init(self, task: qv.Task, start: qv.Start) -> Noted:
-        return Noted(*start.point, *(start.point.shared.new_zeros(()) for _ in range(5)))
+        return Noted(*start.params, *(start.params.shared.new_zeros(()) for _ in range(5)))
 
     def phases(self, task: qv.Task) -> tuple[qv.methods.Phase[Noted], ...]:
         train: qv.Train[Noted] = qv.Train(
             part="whole",
             epochs=2,
-            point=self.personal,
-            absorb=lambda state, trained: state._replace(
+            params=self.personal,
+            update=lambda state, trained: state._replace(
                 u=trained.shared,
                 v=trained.personal,
                 steps=trained.steps,
-                rate=trained.rate,
-                share=trained.share,
+                rate=trained.lr,
+                share=trained.active_fraction,
             ),
         )
-        first: qv.Once[Noted] = qv.Once(
-            lambda state, moment: state._replace(first=moment.noise.mean()), noise=True
+        first: qv.SingleStep[Noted] = qv.SingleStep(
+            lambda state, moment: state._replace(first=moment.noise.mean()), needs_noise=True
         )
-        second: qv.Once[Noted] = qv.Once(
-            lambda state, moment: state._replace(second=moment.noise.mean()), noise=True
+        second: qv.SingleStep[Noted] = qv.SingleStep(
+            lambda state, moment: state._replace(second=moment.noise.mean()), needs_noise=True
         )
         return first, train, second
 
@@ -90,8 +92,8 @@ class Noting(qv.Method[Noted]):
     def merge(self, state: Noted, mixed: qv.Message) -> Noted:
         return state._replace(u=mixed["u"])
 
-    def personal(self, state: Noted) -> qv.Point:
-        return qv.Point(state.u, state.v)
+    def personal(self, state: Noted) -> qv.Params:
+        return qv.Params(state.u, state.v)
 
 
 @pytest.mark.parametrize("executor", ["vectorized", "sequential"])
@@ -110,14 +112,14 @@ def test_a_phase_sees_steps_rate_share_and_noise_of_its_own(executor: str) -> No
 
 
 def test_a_once_step_with_a_gradient_is_a_step_and_uses_the_rate() -> None:
-    def descend(state: Weights, moment: qv.Moment) -> Weights:
+    def descend(state: Weights, moment: qv.StepInfo) -> Weights:
         assert moment.gradient is not None
         return Weights(
-            state.body - moment.rate * moment.gradient.shared,
-            state.classifier - moment.rate * moment.gradient.personal,
+            state.body - moment.lr * moment.gradient.shared,
+            state.classifier - moment.lr * moment.gradient.personal,
         )
 
-    method = with_phases(qv.Once(descend, gradient=True))
+    method = with_phases(qv.SingleStep(descend, needs_gradient=True))
     plain = {"training": qv.Training(lr=0.3, batch_size=4)}
     once = simulate(method, REGULAR(CLIENTS), **plain)
     train = simulate(with_phases(Alone().train(steps=1)), REGULAR(CLIENTS), **plain)
@@ -129,7 +131,7 @@ def test_a_once_step_with_a_gradient_is_a_step_and_uses_the_rate() -> None:
 def test_statistics_are_sums_over_the_clients_own_samples() -> None:
     seen: list[Tensor] = []
 
-    def count(view: qv.Seen, targets: Tensor, weights: Tensor, state: Any) -> qv.Message:
+    def count(view: qv.ModelOutputs, targets: Tensor, weights: Tensor, state: Any) -> qv.Message:
         return {"samples": weights.sum(), "labels": (targets * weights).sum()}
 
     class Counted(NamedTuple):
@@ -140,11 +142,11 @@ def test_statistics_are_sums_over_the_clients_own_samples() -> None:
 
     class Counting(Alone):
         def init(self, task: qv.Task, start: qv.Start) -> Any:
-            return Counted(*start.point, *(start.point.shared.new_zeros(()) for _ in range(2)))
+            return Counted(*start.params, *(start.params.shared.new_zeros(()) for _ in range(2)))
 
         def phases(self, task: qv.Task) -> Any:
             step = lambda state, moment: state._replace(**moment.statistics)  # noqa: E731
-            return (qv.Once(step, statistics=count),)
+            return (qv.SingleStep(step, statistics=count),)
 
         def message(self, state: Any) -> qv.Message:
             return {"u": state.u}
@@ -152,14 +154,14 @@ def test_statistics_are_sums_over_the_clients_own_samples() -> None:
         def merge(self, state: Any, mixed: qv.Message) -> Any:
             return state._replace(u=mixed["u"])
 
-        def personal(self, state: Any) -> qv.Point:
-            return qv.Point(state.u, state.v)
+        def personal(self, state: Any) -> qv.Params:
+            return qv.Params(state.u, state.v)
 
     data = tiny_data()
     for executor in ("vectorized", "sequential"):
         run = simulate(Counting(), REGULAR(CLIENTS), rounds=1, executor=executor)
         for client in range(CLIENTS):
-            _, y = data.train.of(client)
+            _, y = data.train.of_client(client)
             assert int(run.state(client).samples) == len(y)
             assert int(run.state(client).labels) == int(y.sum())
     assert not seen
@@ -221,7 +223,7 @@ def test_local_optimizers_are_torchs(name: str, kept: bool, executor: str) -> No
     for client in range(CLIENTS):
         model = start.personal(client)
         optimizer = make(model.parameters())
-        x, y = data.train.of(client)
+        x, y = data.train.of_client(client)
         for _ in range(2):
             optimizer = optimizer if kept else make(model.parameters())
             for _ in range(3):
@@ -251,7 +253,7 @@ class ServerMomentum(NamedTuple):
 
 def momentum_from(start_of: Any) -> Any:
     def init(self: Any, task: qv.Task, start: qv.Start) -> ServerMomentum:
-        return ServerMomentum(*start.point, start_of(start))
+        return ServerMomentum(*start.params, start_of(start))
 
     def merge(self: Any, state: ServerMomentum, mixed: qv.Message) -> ServerMomentum:
         x_u = state.x_u + 0.5 * (mixed["u"] - state.x_u)
@@ -268,23 +270,23 @@ def momentum_from(start_of: Any) -> Any:
             "phases": lambda self, task: (train_whole(1),),
             "message": lambda self, state: {"u": state.u.clone()},
             "merge": merge,
-            "personal": lambda self, state: qv.Point(state.u, state.v),
+            "personal": lambda self, state: qv.Params(state.u, state.v),
         },
     )()
 
 
 def test_server_state_is_the_same_everywhere_or_refused() -> None:
     """Clients that start apart would keep different copies of a server for ever."""
-    common = momentum_from(lambda start: start.common.shared.clone())
+    common = momentum_from(lambda start: start.common_params.shared.clone())
     run = simulate(common, STAR(CLIENTS), common_init=False)
     copies = [run.state(client)["x_u"] for client in range(CLIENTS)]
     for other in copies[1:]:
         assert all(torch.equal(copies[0][name], other[name]) for name in other)
-    own = momentum_from(lambda start: start.point.shared.clone())
+    own = momentum_from(lambda start: start.params.shared.clone())
     simulate(own, STAR(CLIENTS))  # all start from the same point
-    with pytest.raises(qv.QuiverError, match=r"'x_u' is declared Replicated.*start.common"):
+    with pytest.raises(qv.QuiverError, match=r"'x_u' is declared Replicated.*start.common_params"):
         simulate(own, STAR(CLIENTS), common_init=False)
-    counted = momentum_from(lambda start: start.common.shared * start.samples)
+    counted = momentum_from(lambda start: start.common_params.shared * start.samples)
     with pytest.raises(qv.QuiverError, match="'x_u' is declared Replicated"):
         simulate(counted, STAR(CLIENTS))
     with pytest.warns(QuiverWarning, match=r"merge makes it different.*topology = .star."):
@@ -293,20 +295,20 @@ def test_server_state_is_the_same_everywhere_or_refused() -> None:
 
 def test_a_lone_client_is_refused_server_state_of_its_own() -> None:
     """A peer or a rank with one client has nobody to compare with."""
-    own = momentum_from(lambda start: start.point.shared.clone())
+    own = momentum_from(lambda start: start.params.shared.clone())
     settings = qv.RunSettings(rounds=1, dtype=torch.float64, common_init=False)
     with pytest.raises(qv.QuiverError, match="'x_u' is declared Replicated"):
-        Shard(tiny_task(), tiny_data().only([3]), own, TRAINING, settings, clients=[3])
+        Shard(tiny_task(), tiny_data().select([3]), own, TRAINING, settings, clients=[3])
 
 
 @pytest.mark.parametrize("executor", ["vectorized", "sequential"])
 def test_a_loss_of_ones_own_needs_no_features(executor: str) -> None:
     """The task's own loss, written by an author, trains to the same bits."""
 
-    def of(seen: qv.Seen, y: Tensor, state: Weights, taught: Any) -> Tensor:
+    def of(seen: qv.ModelOutputs, y: Tensor, state: Weights, taught: Any) -> Tensor:
         return functional.cross_entropy(seen.outputs, y, reduction="none")
 
-    def mean(seen: qv.Seen, y: Tensor, state: Weights, taught: Any) -> Tensor:
+    def mean(seen: qv.ModelOutputs, y: Tensor, state: Weights, taught: Any) -> Tensor:
         return functional.cross_entropy(seen.outputs, y)
 
     plain = simulate(with_phases(Alone().train(epochs=1)), REGULAR(CLIENTS), executor=executor)
@@ -315,7 +317,7 @@ def test_a_loss_of_ones_own_needs_no_features(executor: str) -> None:
     for one, other in zip(states(plain), states(same), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     for features in (False, True):
-        scalar = with_phases(Alone().train(epochs=1, loss=qv.Loss(mean, features=features)))
+        scalar = with_phases(Alone().train(epochs=1, loss=qv.Loss(mean, needs_features=features)))
         with pytest.raises(
             qv.QuiverError, match=r"gave \(\) for \d samples.*one number per sample"
         ):
@@ -330,9 +332,9 @@ class Answers(NamedTuple):
 def test_a_state_without_a_shared_field_has_no_consensus_distance(tmp_path: Path) -> None:
     def phases(self: Any, task: qv.Task) -> Any:
         train = self.train(epochs=1)
-        return (replace(train, absorb=lambda state, trained: Answers(*trained[:2])),)
+        return (replace(train, update=lambda state, trained: Answers(*trained[:2])),)
 
-    bare = anything(init=lambda self, task, start: Answers(*start.point), phases=phases)
+    bare = anything(init=lambda self, task, start: Answers(*start.params), phases=phases)
     run = simulate(bare, REGULAR(CLIENTS))
     assert run.rounds["consensus"].isna().all()
     page = qv.report([run], tmp_path / "report.html").read_text()
@@ -353,8 +355,8 @@ def test_a_delay_on_a_star_is_refused_and_on_a_full_graph_is_that_of_its_matrix(
 def test_interleaved_phases_see_what_the_one_before_left() -> None:
     """Training head and body in turns on every batch is not training one after the other."""
     body = replace(train_whole(None), part="shared")  # type: ignore[arg-type]
-    body = replace(body, absorb=lambda state, trained: state._replace(u=trained.shared))
-    head = replace(train_personal(None), sent=True)  # type: ignore[arg-type]
+    body = replace(body, update=lambda state, trained: state._replace(u=trained.shared))
+    head = replace(train_personal(None), trains_message=True)  # type: ignore[arg-type]
 
     class Turns(qv.DFedAvgM):
         name, title = "turns", "Turns"
@@ -367,7 +369,7 @@ def test_interleaved_phases_see_what_the_one_before_left() -> None:
     data = tiny_data()
     order = qv.batch_order(0, 2, 0, 0, 0, 11)
     model: Any = start.personal(2)
-    x, y = data.train.of(2)
+    x, y = data.train.of_client(2)
     for first in range(0, 11, 4):
         rows = order[first : first + 4]
         for part, rate in ((model.head, 0.05), (model.body, 0.1)):

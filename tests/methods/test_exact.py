@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import quiverfl as qv
-from quiverfl.methods.masks import erk_counts, regrown
+from quiverfl.methods.dispfl import erk_counts, regrow_mask
 from quiverfl.trees import Layout
 from small import CLIENTS, PUSH, REGULAR, STAR, TRAINING, simulate, tiny_data, tiny_task
 
@@ -61,10 +62,10 @@ def test_pruning_and_regrowing_by_hand() -> None:
     mask = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0])
     scores = torch.tensor([0.9, 0.9, 0.9, 0.9, 0.1, 0.7, 0.7, 0.2])
     # half of four: the two smallest go; the best inactive ones come, the tie by index
-    assert regrown(layout, weights, mask, scores, 0.5).tolist() == [1, 0, 0, 1, 0, 1, 1, 0]
+    assert regrow_mask(layout, weights, mask, scores, 0.5).tolist() == [1, 0, 0, 1, 0, 1, 1, 0]
     # more to regrow than was inactive: then the just pruned, best first
     full = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 0])
-    kept = regrown(layout, weights, full, scores, 0.5)
+    kept = regrow_mask(layout, weights, full, scores, 0.5)
     assert kept.sum() == 7
 
 
@@ -237,6 +238,23 @@ def test_unequal_epochs_replace_those_of_the_phase_that_is_sent() -> None:
     assert run._shard.steps.tolist() == (steps * (2 + np.array([1, 2, 3, 0, 1, 1]))).tolist()
 
 
+def test_scaffolds_control_variates_are_kept_without_a_step_and_their_mean_is_the_servers() -> None:
+    """c = the mean of all c_i in every round (Karimireddy et al. 2020), also with idle clients."""
+    everybody = qv.star(clients=CLIENTS, sampled=CLIENTS)
+    for rounds in (1, 3):
+        run = simulate(
+            qv.SCAFFOLD(), everybody, rounds=rounds, epochs_per_client=[1, 2, 3, 0, 1, 1]
+        )
+        shard = run._shard
+        control, server = shard.state.control_u, shard.state.server_u
+        assert (control[3] == 0).all()
+        assert (control[[0, 1, 2, 4, 5]].abs().amax(dim=1) > 1e-3).all()
+        torch.testing.assert_close(
+            server, control.mean(dim=0).expand_as(server), rtol=0, atol=1e-12
+        )
+        assert shard.steps[3] == 0
+
+
 def test_own_starts_differ_and_common_starts_agree() -> None:
     own = simulate(qv.FedBABU(), STAR(CLIENTS), rounds=0, common_init=False)
     common = simulate(qv.FedBABU(), STAR(CLIENTS), rounds=0)
@@ -272,3 +290,134 @@ def test_the_public_example() -> None:
     assert set(run.state(0).u) == {"body.0.weight", "body.0.bias"}
     assert set(run.state(0)["v"]) == {"head.weight", "head.bias"}
     assert run.state(0).mu.shape == ()
+
+
+def one_sample_each(sizes: tuple[int, ...] = (4, 4)) -> tuple[qv.Task, qv.FederatedData]:
+    """Least squares on w ∈ R¹ with the gradient w - a: clients of these sizes want a = 1, 2, …"""
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(1, 1, bias=False)
+            self.body.weight.data.zero_()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            w: torch.Tensor = self.body(x)
+            return w
+
+    def loss(w: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        return (w - a).square().sum(dim=-1) / 2
+
+    pairs = [(np.ones((n, 1)), np.full((n, 1), 1.0 + i)) for i, n in enumerate(sizes)]
+    data = qv.FederatedData.from_arrays(train=pairs, test=pairs)
+    return qv.Task(model=Weight, personal=(), loss=loss, metrics={}), data
+
+
+def shared_numbers(run: qv.Run, field: str) -> list[float]:
+    values = [run.state(client)[field] for client in range(len(run._shard.ids))]
+    return [float(v["body.weight"] if isinstance(v, dict) else v) for v in values]
+
+
+def test_scaffolds_control_variates_have_clipping_and_decay_in_them() -> None:
+    """By hand: two clients that want 1 and 2, one step a round from w = 0."""
+    task, data = one_sample_each()
+    clip, decay, eta = 0.5, 0.1, 0.2
+    training = qv.Training(lr=eta, batch_size=None, clip_norm=clip, weight_decay=decay)
+    options = {"method": qv.SCAFFOLD(epochs=1), "topology": qv.star(clients=2, sampled=2)}
+    options |= {"training": training, "dtype": torch.float64, "threads": 1}
+    one, two = (qv.simulate(task, data, rounds=rounds, **options) for rounds in (1, 2))
+
+    def stepped(w: float, a: float, own: float, server: float) -> tuple[float, float]:
+        g = (w - a) - own + server
+        g = max(-clip, min(clip, g)) + decay * w  # decay behind the clipped, corrected gradient
+        y = w - eta * g
+        return y, own - server + (w - y) / eta
+
+    ends = [stepped(0.0, a, 0.0, 0.0) for a in (1.0, 2.0)]
+    w, controls = sum(y for y, _ in ends) / 2, [c for _, c in ends]
+    assert controls == pytest.approx([-clip, -clip])  # the gradients were -1 and -2
+    assert shared_numbers(one, "control_u") == pytest.approx(controls, abs=1e-14)
+    server = sum(controls) / 2
+    ends = [stepped(w, a, c, server) for a, c in zip((1.0, 2.0), controls, strict=True)]
+    assert shared_numbers(two, "control_u") == pytest.approx([c for _, c in ends], abs=1e-14)
+    assert shared_numbers(two, "u") == pytest.approx([sum(y for y, _ in ends) / 2] * 2, abs=1e-14)
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda **o: qv.PFedMe(steps=1, **o), lambda **o: qv.PerFedAvg(epochs=1, **o),
+             lambda **o: qv.APFL(epochs=1, **o)], ids=["pfedme", "perfedavg", "apfl"]
+)  # fmt: skip
+def test_their_means_are_by_sample_counts_and_plain_on_request(kind: Any) -> None:
+    """Two clients of 4 and 12 samples: every client ends at (4 w₁ + 12 w₂)/16, or (w₁ + w₂)/2."""
+    task, data = one_sample_each((4, 12))
+    options = {"training": qv.Training(lr=0.1, batch_size=None), "rounds": 1}
+    options |= {"dtype": torch.float64, "threads": 1}
+    apart = qv.simulate(task, data, method=kind(), topology=qv.isolated(clients=2), **options)
+    own = shared_numbers(apart, "u")
+    assert own[0] != own[1]
+    star = qv.star(clients=2, sampled=2)
+    weighted, plain = (
+        shared_numbers(qv.simulate(task, data, method=method, topology=star, **options), "u")
+        for method in (kind(), kind(weighting="uniform"))
+    )
+    assert weighted == pytest.approx([(4 * own[0] + 12 * own[1]) / 16] * 2, abs=1e-14)
+    assert plain == pytest.approx([(own[0] + own[1]) / 2] * 2, abs=1e-14)
+
+
+def test_fedprotos_prototypes_weigh_samples_and_not_clients() -> None:
+    """Clients with 1 and 3 samples of a class: the global prototype is the mean of all four."""
+    method = qv.FedProto()
+    sums, counts = torch.tensor([[2.0]]), torch.tensor([1.0])
+    others, held = torch.tensor([[30.0]]), torch.tensor([3.0])
+    zero = torch.zeros(1)
+    state = method.init(tiny_task(), _start_of_features())._replace(
+        prototypes=torch.zeros(1, 1), known=zero
+    )
+    mixed = {"sums": (sums + others) / 2, "counts": (counts + held) / 2}
+    assert method.merge(state, mixed).prototypes.tolist() == [[8.0]]  # plain: (2 + 10) / 2 = 6
+
+
+def test_fedproto_pulls_every_samples_feature() -> None:
+    """Features 1 and 3 of a class whose prototype is 2: their mean lies on it, and yet they are
+    pulled: the term is ((1 - 2)² + (3 - 2)²)/2 = 1, the distance of the means would be 0."""
+    task = qv.Task(
+        model=lambda: nn.Linear(1, 1),
+        personal=(),
+        loss=lambda out, y: 0 * out[:, 0],
+        metrics={},
+    )
+    train, _ = qv.FedProto(proximal=1.0).phases(task)
+    seen = qv.ModelOutputs(outputs=torch.zeros(2, 1), features=torch.tensor([[1.0], [3.0]]))
+    state = (
+        qv.FedProto()
+        .init(task, _start_of_features())
+        ._replace(prototypes=torch.tensor([[2.0]]), known=torch.ones(1))
+    )
+    terms = train.loss.function(seen, torch.zeros(2, dtype=torch.int64), state, ())
+    assert terms.tolist() == [1.0, 1.0]
+
+
+def _start_of_features() -> qv.Start:
+    """One class, one feature."""
+    point = qv.Params(torch.zeros(1), torch.zeros(0))
+    return qv.Start(point, point, 1, np.random.default_rng(0), (1,), (1,))
+
+
+def test_apfls_alpha_moves_once_a_round() -> None:
+    """α₁ = α₀ - η ⟨v - w, ∇F(v̄)⟩ at the start of the round, however many epochs follow."""
+    task, data = one_sample_each()
+    options = {"topology": qv.star(clients=2, sampled=2), "dtype": torch.float64, "threads": 1}
+    options |= {"training": qv.Training(lr=0.1, batch_size=1)}
+    alphas = []
+    for epochs in (1, 4):
+        first, second = (
+            qv.simulate(task, data, method=qv.APFL(epochs=epochs), rounds=r, **options)
+            for r in (1, 2)
+        )
+        assert shared_numbers(first, "alpha") == [0.5, 0.5]  # v = w at the start
+        own, w = shared_numbers(first, "own_u"), shared_numbers(first, "u")
+        slopes = [(v - u) * ((v + u) / 2 - a) for v, u, a in zip(own, w, (1.0, 2.0), strict=True)]
+        expected = [0.5 - 0.1 * slope for slope in slopes]
+        assert shared_numbers(second, "alpha") == pytest.approx(expected, abs=1e-14)
+        alphas.append(expected)
+    assert alphas[0] != pytest.approx(alphas[1], abs=1e-4)

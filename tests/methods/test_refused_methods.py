@@ -5,36 +5,37 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 import quiverfl as qv
 from authored import Alone, Weights, anything, with_phases
+from quiverfl.engine.checks.functions import check_functions
+from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.shard import Shard
 from small import CLIENTS, REGULAR, STAR, TRAINING, simulate, states, tiny_data, tiny_task
 
 
 def test_a_learning_rate_that_nobody_reads_is_refused() -> None:
-    def descend(state: Weights, moment: qv.Moment) -> Weights:
+    def descend(state: Weights, moment: qv.StepInfo) -> Weights:
         assert moment.gradient is not None
         return state._replace(body=state.body - 0.1 * moment.gradient.shared)
 
     with pytest.raises(qv.QuiverError, match=r"training\.lr would change nothing"):
-        simulate(with_phases(qv.Once(descend, gradient=True)), REGULAR(CLIENTS))
+        simulate(with_phases(qv.SingleStep(descend, needs_gradient=True)), REGULAR(CLIENTS))
 
 
 def test_a_step_that_branches_is_refused_or_done_one_by_one() -> None:
-    def branch(state: Weights, moment: qv.Moment) -> Weights:
+    def branch(state: Weights, moment: qv.StepInfo) -> Weights:
         return state if state.body.sum() > 0 else state._replace(body=-state.body)
 
-    def where(state: Weights, moment: qv.Moment) -> Weights:
+    def where(state: Weights, moment: qv.StepInfo) -> Weights:
         return state._replace(body=torch.where(state.body.sum() > 0, state.body, -state.body))
 
-    with pytest.raises(qv.QuiverError, match="one_by_one=True"):
-        simulate(with_phases(qv.Once(branch)), REGULAR(CLIENTS))
-    slow = simulate(with_phases(qv.Once(branch, one_by_one=True)), REGULAR(CLIENTS))
-    fast = simulate(with_phases(qv.Once(where)), REGULAR(CLIENTS))
+    with pytest.raises(qv.QuiverError, match="sequential=True"):
+        simulate(with_phases(qv.SingleStep(branch)), REGULAR(CLIENTS))
+    slow = simulate(with_phases(qv.SingleStep(branch, sequential=True)), REGULAR(CLIENTS))
+    fast = simulate(with_phases(qv.SingleStep(where)), REGULAR(CLIENTS))
     assert all(torch.equal(a, b) for a, b in zip(states(slow), states(fast), strict=True))
 
 
@@ -42,7 +43,7 @@ def reads_what_it_sent(self: Any, state: Weights, mixed: qv.Message) -> Weights:
     return state._replace(body=0.5 * state.body + 0.5 * mixed["body"])
 
 
-def steep(gradient: qv.Point, point: qv.Point, state: Weights) -> qv.Point:
+def steep(gradient: qv.Params, point: qv.Params, state: Weights) -> qv.Params:
     return point if gradient.shared.sum() > 0 else gradient
 
 
@@ -51,12 +52,12 @@ def absorbs_in_place(state: Weights, trained: qv.methods.Trained) -> Weights:
     return Weights(state.body, trained.personal)
 
 
-def pulls_in_place(gradient: qv.Point, point: qv.Point, state: Weights) -> qv.Point:
+def pulls_in_place(gradient: qv.Params, point: qv.Params, state: Weights) -> qv.Params:
     gradient.shared.add_(point.shared)
     return gradient
 
 
-def shrinks_in_place(state: Weights, moment: qv.Moment) -> Weights:
+def shrinks_in_place(state: Weights, moment: qv.StepInfo) -> Weights:
     state.classifier.mul_(0.5)
     return state
 
@@ -79,12 +80,15 @@ class Wrong(NamedTuple):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (anything(init=lambda self, task, start: tuple(start.point)), "a state is a NamedTuple"),
-        (anything(init=lambda self, task, start: Weights(1.0, start.point.personal)), "is a float"),
-        (anything(init=lambda self, task, start: Wrong(*start.point)), "declared Scalar"),
+        (anything(init=lambda self, task, start: tuple(start.params)), "a state is a NamedTuple"),
+        (
+            anything(init=lambda self, task, start: Weights(1.0, start.params.personal)),
+            "is a float",
+        ),
+        (anything(init=lambda self, task, start: Wrong(*start.params)), "declared Scalar"),
         (anything(mass="mu"), "no Scalar field of that name; it has: body, classifier"),
         (
-            anything(init=lambda self, task, start: Counts(*start.point, torch.tensor(3))),
+            anything(init=lambda self, task, start: Counts(*start.params, torch.tensor(3))),
             "'count' has type torch.int64",
         ),
         (anything(merge=reads_what_it_sent), "merge reads what message sent as it stands"),
@@ -100,11 +104,11 @@ class Wrong(NamedTuple):
             "returned a tuple; it must return a model",
         ),
         (
-            anything(init=lambda self, task, start: Weights(*(p.mul_(2) for p in start.point))),
-            "init changes start.point or start.common in place",
+            anything(init=lambda self, task, start: Weights(*(p.mul_(2) for p in start.params))),
+            "init changes start.params or start.common_params in place",
         ),
         (
-            anything(personal=lambda self, state: qv.Point(state.body.mul_(0.5), state[1])),
+            anything(personal=lambda self, state: qv.Params(state.body.mul_(0.5), state[1])),
             "changes 'body' of the Weights it is given in place",
         ),
         (
@@ -116,19 +120,19 @@ class Wrong(NamedTuple):
             "changes 'body' of the dict it is given in place",
         ),
         (
-            with_phases(replace(Alone().train(epochs=1), absorb=absorbs_in_place)),
+            with_phases(replace(Alone().train(epochs=1), update=absorbs_in_place)),
             "absorbs_in_place changes 'body' of the Weights it is given in place",
         ),
         (
             with_phases(Alone().train(epochs=1, gradient=pulls_in_place)),
-            "pulls_in_place changes 'shared' of the Point it is given in place",
+            "pulls_in_place changes 'shared' of the Params it is given in place",
         ),
         (
-            with_phases(Alone().train(epochs=1), qv.Once(shrinks_in_place)),
+            with_phases(Alone().train(epochs=1), qv.SingleStep(shrinks_in_place)),
             "shrinks_in_place changes 'classifier' of the Weights it is given in place",
         ),
         (
-            with_phases(Alone().train(epochs=1), qv.Once(shrinks_in_place, one_by_one=True)),
+            with_phases(Alone().train(epochs=1), qv.SingleStep(shrinks_in_place, sequential=True)),
             "shrinks_in_place changes 'classifier' of the Weights it is given in place",
         ),
         (with_phases(), r"phases returned \(\), so its clients would never train"),
@@ -157,8 +161,10 @@ class Wrong(NamedTuple):
             "inside Interleaved cannot have epochs",
         ),
         (
-            with_phases(qv.Interleaved((qv.Once(lambda s, _: s, noise=True),), epochs=1)),
-            "inside Interleaved cannot have noise",
+            with_phases(
+                qv.Interleaved((qv.SingleStep(lambda s, _: s, needs_noise=True),), epochs=1)
+            ),
+            "inside Interleaved cannot have needs_noise",
         ),
     ],
 )
@@ -169,12 +175,13 @@ def test_what_the_engine_could_not_carry_out_is_refused(method: Any, words: str)
 
 def test_a_refused_function_leaves_the_states_as_they_were() -> None:
     """The trial is on a copy: nothing that belongs to the run has changed when it is refused."""
-    shrinking = with_phases(qv.Once(shrinks_in_place))
+    shrinking = with_phases(qv.SingleStep(shrinks_in_place))
     settings = qv.RunSettings(rounds=1, dtype=torch.float64)
     shard = Shard(tiny_task(), tiny_data(), shrinking, TRAINING, settings)
     before = [leaf.clone() for leaf in shard.state]
+    probe = ModelProbe.here(tiny_task(), tiny_data(), torch.float64)
     with pytest.raises(qv.QuiverError, match="in place"):
-        shard.train(0, np.ones(CLIENTS, dtype=bool))
+        check_functions(shrinking, tiny_task(), probe, TRAINING, alike=True)
     assert all(torch.equal(a, b) for a, b in zip(before, shard.state, strict=True))
 
 
@@ -202,7 +209,7 @@ def test_types_that_cannot_be_read_are_refused() -> None:
         body: Local  # type: ignore[name-defined]  # noqa: F821
         classifier: qv.Personal
 
-    odd = anything(init=lambda self, task, start: Inner(*start.point))
+    odd = anything(init=lambda self, task, start: Inner(*start.params))
     with pytest.raises(qv.QuiverError, match="Inner: the types of its fields cannot be read"):
         simulate(odd, REGULAR(CLIENTS))
 
@@ -233,3 +240,35 @@ def test_options_outside_their_type_are_named() -> None:
     ]:
         with pytest.raises(qv.QuiverError, match=words):
             make()
+
+
+def test_keywords_of_earlier_versions_are_refused_with_the_new_name() -> None:
+    train: Any = qv.Train
+    with pytest.raises(qv.QuiverError, match=r"Train\(point=…\): .* Train\(params=…\)"):
+        train(part="whole", epochs=1, point=Alone().personal, update=lambda state, _: state)
+    with pytest.raises(qv.QuiverError, match=r"Train\(absorb=…\): .* Train\(update=…\)"):
+        train(part="whole", epochs=1, params=Alone().personal, absorb=lambda state, _: state)
+    for kind, old, new in (
+        (qv.Lookahead, "to", "gradient_at"),
+        (qv.Loss, "of", "function"),
+        (qv.SingleStep, "one_by_one", "sequential"),
+        (qv.Interleaved, "sent", "trains_message"),
+        (qv.custom, "looks", "reports"),
+    ):
+        owner: Any = kind
+        with pytest.raises(qv.QuiverError, match=rf"\({old}=…\): .*\({new}=…\)"):
+            owner(**{old: None})
+
+
+def test_attributes_of_earlier_versions_are_refused_with_the_new_name() -> None:
+    info: Any = qv.StepInfo(0, 1, qv.Training(lr=0.5), 1.0)
+    assert info.lr == 0.5
+    with pytest.raises(AttributeError, match=r"StepInfo\.rate is now called lr"):
+        _ = info.rate
+    with pytest.raises(AttributeError, match="has no attribute 'speed'"):
+        _ = info.speed
+    training: Any = qv.Training()
+    with pytest.raises(AttributeError, match=r"Training\.rate is now called lr_at"):
+        training.rate(0)
+    with pytest.raises(AttributeError, match=r"Trained\.reach is now called effective_lr_sum"):
+        _ = qv.methods.Trained(*[torch.zeros(1)] * 6).reach  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ STARS = ("FedAvg", "FedPer", "FedRep", "FedBABU", "Ditto")
 STARS += ("FedProx", "SCAFFOLD", "MOON", "FedProto", "APFL", "PFedMe", "PerFedAvg")
 PUSHES = ("OSGP", "OSGP, floor", "DFedPGP", "DFedPGP, floor")
 PUSHES += ("DFedPGPSAM", "DFedPGPSAM, floor", "PushDIGing")
+PUSHES += ("OSGP, debiased", "DFedPGP, debiased", "DFedPGPSAM, debiased")
 EXECUTORS = ("vectorized", "sequential")
 
 

@@ -119,6 +119,7 @@ MUTANTS: dict[str, tuple[str, ...]] = {
     "OSGP, offline, delay 1": ("messages to the offline are lost", "an offline client merges"),
     "OSGP, offline, delay 2": ("messages to the offline are lost", "an offline client merges"),
     "OSGP, floor": ("floor ignored", "floor divides without μ"),
+    "OSGP, debiased": ("u moves by η", "u moves by η/μ", "gradient at u", "decay at u"),
     "DisPFL": (
         "masks exchanged one round late",
         "the new mask is sent",
@@ -167,6 +168,15 @@ MUTANTS: dict[str, tuple[str, ...]] = {
     "DFedPGP, pull": ("transposed",),
     "DFedPGP, columns": ("transposed",),
     "DFedPGP, floor": ("floor ignored",),
+    "DFedPGP, debiased": (
+        "u moves by η",
+        "u moves by η/μ",
+        "gradient at u",
+        "decay at u",
+        "z only after communication",
+        "momentum survives the round",
+        "clipped after dividing by μ",
+    ),
     "FedProx": (
         "anchor moves with w",
         "anchor is the initial model",
@@ -194,6 +204,7 @@ MUTANTS: dict[str, tuple[str, ...]] = {
         "weighted by samples",
     ),
     "SCAFFOLD, plain steps": ("option I", "server control not subtracted"),
+    "SCAFFOLD, no epochs": ("no step as a gradient of zero",),
     "SCAFFOLD, rows": ("weighted by samples",),
     "SCAFFOLD, offline": ("idle clients send their old difference", "share of clients ignored"),
     "MOON": (
@@ -223,6 +234,7 @@ MUTANTS: dict[str, tuple[str, ...]] = {
         "models averaged",
     ),
     "FedProto, full batch": ("mean over the samples of known classes",),
+    "FedProto, offline": ("offline clients take their own prototypes",),
     "FedProto, rows": ("weighted by samples as well",),
     "APFL": (
         "global step first",
@@ -310,6 +322,12 @@ MUTANTS: dict[str, tuple[str, ...]] = {
     "DFedPGPSAM, pull": ("transposed",),
     "DFedPGPSAM, offline": ("offline clients train",),
     "DFedPGPSAM, floor": ("floor ignored",),
+    "DFedPGPSAM, debiased": (
+        "u moves by η",
+        "u moves by η/μ",
+        "u perturbed by ρ",
+        "decay at the perturbed point",
+    ),
     "PushDIGing": (
         "transposed",
         "gradient at w not z",

@@ -6,13 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from quiverfl.config import load_config
 from quiverfl.errors import QuiverError
-from quiverfl.paper.reproduce import published
-from quiverfl.paper.reproduce.catalogue import ITEMS, configs, find_item, sweep_file
-from quiverfl.paper.reproduce.rates import Protocol, rate_settings
-from quiverfl.paper.reproduce.selection import item_cells
-from quiverfl.paper.reproduce.variants import graph_settings, with_equal_participation
+from quiverfl.paper.reproduce.catalogue import (
+    ITEMS,
+    Protocol,
+    configs_folder,
+    equalize_participation,
+    graph_settings,
+    make_item_cells,
+    rate_settings,
+    sweep_file,
+)
+from quiverfl.paper.reproduce.scores import (
+    published_accuracy,
+    published_rounds,
+    published_speedup,
+    published_target,
+)
+from quiverfl.runs.config_files import load_config
 from quiverfl.sweeps.plan import Cell, Choice, load_sweep
 
 TRAINED = [name for name, item in ITEMS.items() if item.kind != "partition"]
@@ -33,7 +44,7 @@ COUNTS = {
 
 
 def cells(name: str, scale: str, choice: Choice | None = None) -> list[Cell]:
-    return item_cells(find_item(name), scale, choice or Choice())
+    return make_item_cells(ITEMS.find(name), scale, choice or Choice())
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -58,25 +69,25 @@ def test_at_full_size_every_cell_is_there_with_the_papers_settings(name: str) ->
 def test_the_papers_numbers_stand_beside_every_cell_it_prints() -> None:
     for name in ("table1", "table3", "table4", "table6"):
         for cell in cells(name, "paper"):
-            assert published.accuracy(cell.case, cell.config.method.name) is not None, cell.name
+            assert published_accuracy(cell.case, cell.config.method.name) is not None, cell.name
     for name in ("table2", "table7"):
         for cell in cells(name, "paper"):
-            assert published.rounds(cell.case, cell.config.method.name) is not None, cell.name
+            assert published_rounds(cell.case, cell.config.method.name) is not None, cell.name
 
 
 def test_some_numbers_of_the_paper() -> None:
-    assert published.accuracy("CIFAR-10 Dir-0.3", "dfedpgp") == pytest.approx((0.8561, 0.0005))
-    assert published.accuracy("CIFAR-100 Pat-10", "fedper") == pytest.approx((0.7038, 0.0002))
-    mean, std = published.accuracy("CIFAR-10 Pat-2", "dfedavgmp") or (0.0, 0.0)
+    assert published_accuracy("CIFAR-10 Dir-0.3", "dfedpgp") == pytest.approx((0.8561, 0.0005))
+    assert published_accuracy("CIFAR-100 Pat-10", "fedper") == pytest.approx((0.7038, 0.0002))
+    mean, std = published_accuracy("CIFAR-10 Pat-2", "dfedavgmp") or (0.0, 0.0)
     assert mean == pytest.approx(0.9090)
     assert std != std
-    assert published.accuracy("CIFAR-10 Pat-2", "nobody") is None
-    assert published.target("CIFAR-100 Dir-0.3") == 0.45
-    assert published.rounds("CIFAR-10 Dir-0.3", "fedavg") == float("inf")
-    assert published.rounds("Tiny-ImageNet Pat-20", "dfedpgp") == 53
-    assert published.speedup("Tiny-ImageNet Pat-20", "dfedpgp") == pytest.approx(258 / 53)
-    assert published.speedup("CIFAR-10 Dir-0.3", "fedavg") is None
-    assert published.rounds("CIFAR-10 Dir-0.3", "local") is None
+    assert published_accuracy("CIFAR-10 Pat-2", "nobody") is None
+    assert published_target("CIFAR-100 Dir-0.3") == 0.45
+    assert published_rounds("CIFAR-10 Dir-0.3", "fedavg") == float("inf")
+    assert published_rounds("Tiny-ImageNet Pat-20", "dfedpgp") == 53
+    assert published_speedup("Tiny-ImageNet Pat-20", "dfedpgp") == pytest.approx(258 / 53)
+    assert published_speedup("CIFAR-10 Dir-0.3", "fedavg") is None
+    assert published_rounds("CIFAR-10 Dir-0.3", "local") is None
 
 
 @pytest.mark.parametrize("scale", ["small", "tiny"])
@@ -123,7 +134,7 @@ def test_what_tables_and_figures_have_in_common_is_one_cell(scale: str) -> None:
 
 @pytest.mark.parametrize("scale", ["small", "paper", "tiny"])
 def test_a_base_is_a_configuration_by_itself(scale: str) -> None:
-    assert load_config(configs() / "scales" / f"{scale}.toml").method.name == "dfedpgp"
+    assert load_config(configs_folder() / "scales" / f"{scale}.toml").method.name == "dfedpgp"
 
 
 def test_figure_4_shows_both_partitions() -> None:
@@ -150,9 +161,9 @@ def test_pull_is_for_directed_methods_alone() -> None:
 
 def test_at_equal_participation_server_methods_get_more_rounds_and_the_same_decay_in_all() -> None:
     by_method = {cell.config.method.name: cell for cell in cells("table1", "small")}
-    same = with_equal_participation(by_method["dfedpgp"])
+    same = equalize_participation(by_method["dfedpgp"])
     assert same == by_method["dfedpgp"]
-    before, after = by_method["fedavg"].config, with_equal_participation(by_method["fedavg"]).config
+    before, after = by_method["fedavg"].config, equalize_participation(by_method["fedavg"]).config
     assert after.run.rounds == 10 * before.run.rounds
     assert after.run.evaluate_every == 10 * before.run.evaluate_every
     decayed = after.training.lr_decay**after.run.rounds
@@ -161,20 +172,20 @@ def test_at_equal_participation_server_methods_get_more_rounds_and_the_same_deca
 
 def test_a_scale_can_be_a_folder_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "table1.toml").write_text('methods = ["local"]')
-    item = find_item("table1")
+    item = ITEMS.find("table1")
     assert sweep_file(item, str(tmp_path)) == tmp_path / "table1.toml"
     assert len(load_sweep(sweep_file(item, str(tmp_path))).cells) == 1
     with pytest.raises(QuiverError, match=r"no such file; the scale .* has table1"):
-        sweep_file(find_item("table3"), str(tmp_path))
+        sweep_file(ITEMS.find("table3"), str(tmp_path))
 
 
 def test_unknown_names_are_answered_with_known_ones() -> None:
     with pytest.raises(QuiverError, match="did you mean 'table1'"):
-        find_item("tabel1")
+        ITEMS.find("tabel1")
     with pytest.raises(QuiverError, match="did you mean 'small'"):
-        sweep_file(find_item("table1"), "smal")
+        sweep_file(ITEMS.find("table1"), "smal")
     with pytest.raises(QuiverError, match="there is no such folder"):
-        sweep_file(find_item("table1"), "./nowhere")
+        sweep_file(ITEMS.find("table1"), "./nowhere")
 
 
 MEDIUM = [name for name in TRAINED if name not in ("table6", "table7", "fig3b", "fig5")]

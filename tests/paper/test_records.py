@@ -7,18 +7,19 @@ from typing import NamedTuple
 
 import pytest
 
-from quiverfl.paper.reproduce.catalogue import find_item
-from quiverfl.paper.reproduce.collect import collect
-from quiverfl.paper.reproduce.paper_tables import accuracy_table, difference_table
-from quiverfl.paper.reproduce.rates import rate_settings
-from quiverfl.paper.reproduce.selection import item_cells
-from quiverfl.paper.reproduce.variants import graph_settings
-from quiverfl.results.table_formats import markdown
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, Choice
+from quiverfl.paper.reproduce.catalogue import (
+    ITEMS,
+    graph_settings,
+    make_item_cells,
+    rate_settings,
+)
+from quiverfl.paper.reproduce.scores import collect_results
+from quiverfl.paper.reproduce.tables import accuracy_table, difference_table
+from quiverfl.results.formatting import format_markdown
+from quiverfl.sweeps.plan import Cell, Choice, SweepFolder
 
 RECORDS = Path(__file__).parents[2] / "results"
-PLACES = Places(RECORDS)
+PLACES = SweepFolder(RECORDS)
 TWO_SEEDS, FOUR = range(2), range(4)
 STAGES = ("local", "mixed")
 
@@ -33,14 +34,14 @@ class Runs(NamedTuple):
 
     @property
     def cells(self) -> list[Cell]:
-        return item_cells(find_item(self.item), self.scale, self.asked)
+        return make_item_cells(ITEMS.find(self.item), self.scale, self.asked)
 
     def tables(self) -> list[str]:
         """Accuracies and differences of what is recorded, as in the docs."""
         recorded = [cell for cell in self.cells if PLACES.state(cell) == "finished"]
-        results, item = collect(recorded, PLACES), find_item(self.item)
+        results, item = collect_results(recorded, PLACES), ITEMS.find(self.item)
         tables = accuracy_table(item, results, STAGES), difference_table(item, results, STAGES)
-        return [_rows(markdown(table)) for table in tables if table is not None]
+        return [_rows(format_markdown(table)) for table in tables if table is not None]
 
 
 def _rows(text: str) -> str:
@@ -88,7 +89,7 @@ def test_every_record_is_a_finished_cell_of_a_preset() -> None:
 @pytest.mark.parametrize("runs", TABLES.values(), ids=list(TABLES))
 def test_the_numbers_in_the_docs_are_those_of_the_records(runs: Runs) -> None:
     """Every table that the records make stands on its page, to the letter."""
-    text = (RECORDS.parent / "docs" / runs.page).read_text()
+    text = (RECORDS.parent / "docs" / "explanation" / runs.page).read_text()
     tables = runs.tables()
     assert len(tables) == 2
     assert min(len(table.splitlines()) for table in tables) > 4

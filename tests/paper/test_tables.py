@@ -13,21 +13,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from quiverfl.cli.reproduce import print_tables
-from quiverfl.config import parse
 from quiverfl.errors import QuiverError
-from quiverfl.paper.reproduce import paper_scores, paper_tables
-from quiverfl.paper.reproduce.captions import _by_method, setting_words
+from quiverfl.paper.reproduce import scores as paper_scores
+from quiverfl.paper.reproduce import tables as paper_tables
 from quiverfl.paper.reproduce.catalogue import ITEMS, Item
-from quiverfl.paper.reproduce.collect import Results, collect
-from quiverfl.paper.reproduce.paper_figures import by_case, by_method
-from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.run_files import finish, read_run
-from quiverfl.results.summary import summarize
-from quiverfl.results.table_formats import Column, Table, TableCell
-from quiverfl.run_folder import RunFolder
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell
+from quiverfl.paper.reproduce.scores import Results, collect_results
+from quiverfl.paper.reproduce.tables import describe_settings, list_by_method
+from quiverfl.paper.reproduce.write import curves_by_method
+from quiverfl.results.formatting import Column, Table, TableCell
+from quiverfl.results.run_files import finish_history, read_run
+from quiverfl.results.summary import EvaluationProtocol, summarize
+from quiverfl.results.tables import print_tables
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.folder import RunFolder
+from quiverfl.sweeps.plan import Cell, SweepFolder
 
 CASE = "CIFAR-10 Dir-0.3"
 ITEM = ITEMS["table1"]
@@ -42,11 +41,11 @@ def cell(method: str, seed: int = 0, case: str = CASE, rounds: int = 3) -> Cell:
         "run": {"seed": seed, "rounds": rounds},
         "topology": {"seed": len(case)},  # another case is another experiment
     }
-    return Cell(parse(tree), case)
+    return Cell(parse_config(tree), case)
 
 
 def write(
-    places: Places, one: Cell, curves: Curves, steps: int = 10, topology: str = "random_push"
+    places: SweepFolder, one: Cell, curves: Curves, steps: int = 10, topology: str = "random_push"
 ) -> Cell:
     """A finished run of two clients, one 0.1 above and one 0.1 below the mean."""
     folder = places.run(one)
@@ -65,12 +64,12 @@ def write(
         text = "".join(json.dumps(line) + "\n" for line in content)
         (folder / f"{name}.jsonl").write_text(text)
     np.savez(folder / "partition.npz", train_counts=np.full((2, 3), 5), test_counts=np.ones((2, 3)))
-    finish(folder)
+    finish_history(folder)
     run = read_run(folder)
     summary = {**summarize(run.history, run.rounds), "finished": True}
     summary["protocol"] = EvaluationProtocol().record()
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert RunFolder(folder).finished()
+    assert RunFolder(folder).is_finished()
     return one
 
 
@@ -81,7 +80,7 @@ def flat(local: float, mixed: float, rounds: int = 3) -> Curves:
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     """DFedPGP and FedAvg with two seeds each; FedAvg makes a tenth of the steps."""
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     rising = {"local": [0.50, 0.60, 0.84], "mixed": [0.40, 0.50, 0.70]}
     higher = {"local": [0.54, 0.64, 0.86], "mixed": [0.44, 0.54, 0.74]}
     cells = [
@@ -90,7 +89,7 @@ def results(tmp_path: Path) -> Results:
         write(places, cell("fedavg", 0), flat(0.80, 0.20), 4),
         write(places, cell("fedavg", 1), flat(0.70, 0.30), 4),
     ]
-    return collect(cells, places)
+    return collect_results(cells, places)
 
 
 def texts(table: Any) -> list[list[str]]:
@@ -125,33 +124,33 @@ def test_the_asked_stage_comes_first(results: Results) -> None:
 
 
 def test_a_case_the_paper_does_not_have_has_no_column_for_it(tmp_path: Path) -> None:
-    places = Places(tmp_path)
-    found = collect([write(places, cell("local", case="Digits"), flat(0.5, 0.4))], places)
+    places = SweepFolder(tmp_path)
+    found = collect_results([write(places, cell("local", case="Digits"), flat(0.5, 0.4))], places)
     table = paper_tables.accuracy_table(ITEM, found, ("local", "mixed"))
     assert texts(table) == [["Local", "50.00", "40.00"]]
     assert "paper" not in table.caption
 
 
 def test_graphs_are_named_and_what_theory_does_not_cover(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     cells = [
         write(places, cell("osgp"), flat(0.5, 0.4)),
         write(places, cell("dfedpgp"), flat(0.5, 0.4), topology="random_pull"),
     ]
-    words = setting_words(collect(cells, places))
+    words = describe_settings(collect_results(cells, places))
     assert words.endswith(
         "OSGP on random_push (neighbors 1); DFedPGP on random_pull (neighbors 1). "
         "On random_pull μ stays 1 and the paper's theorem does not apply."
     )
-    assert "theorem" not in setting_words(collect(cells[:1], places))
+    assert "theorem" not in describe_settings(collect_results(cells[:1], places))
 
 
 def test_who_has_another_rate_or_trained_more_is_named(results: Results) -> None:
     table = paper_tables.accuracy_table(ITEM, results, ("local", "mixed"))
     assert "Local steps of a run, all clients together: " in table.caption
     pairs = [("local", "1"), ("osgp", "2"), ("dfedpgp", "2"), ("osgp", "2")]
-    assert _by_method(pairs) == "2 (1 for Local)"
-    assert _by_method([("osgp", "2"), ("osgp", "2")]) == "2"
+    assert list_by_method(pairs) == "2 (1 for Local)"
+    assert list_by_method([("osgp", "2"), ("osgp", "2")]) == "2"
 
 
 def test_rounds_to_the_papers_target_where_somebody_reaches_it(results: Results) -> None:
@@ -199,54 +198,54 @@ def test_differences_are_taken_within_seeds(results: Results) -> None:
 
 
 def test_without_dfedpgp_or_others_there_is_nothing_to_compare(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     for method in ("local", "dfedpgp"):
-        found = collect([write(places, cell(method), flat(0.5, 0.5))], places)
+        found = collect_results([write(places, cell(method), flat(0.5, 0.5))], places)
         assert paper_tables.difference_table(ITEM, found, ("local", "mixed")) is None
 
 
 def test_what_has_not_finished_is_left_out_and_said(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     done = write(places, cell("dfedpgp", 0), flat(0.6, 0.5))
     diverged = write(places, cell("dfedpgp", 1), flat(0.1, 0.1))
     text = {"finished": False, "diverged": {"round": 2, "client": 1}, "error": "…"}
     (places.run(diverged) / "summary.json").write_text(json.dumps(text))
-    found = collect([done, diverged, cell("osgp")], places)
+    found = collect_results([done, diverged, cell("osgp")], places)
     table = paper_tables.accuracy_table(ITEM, found, ("local", "mixed"))
     assert texts(table)[0][2:] == ["60.00", "50.00"]
     assert f"DFedPGP on {CASE}, seed 1, diverged." in table.caption
     assert f"OSGP on {CASE}, seed 0, has not finished." in table.caption
     with pytest.raises(QuiverError, match="nothing has finished yet"):
-        collect([diverged], places)
+        collect_results([diverged], places)
 
 
 def test_a_series_has_cases_in_rows(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     cells = [
         write(places, cell("dfedpgp", case="2 neighbours"), flat(0.6, 0.5)),
         write(places, cell("dfedpgp", case="40 neighbours"), flat(0.7, 0.4)),
     ]
-    found = collect(cells, places)
+    found = collect_results(cells, places)
     table = paper_tables.series_table(ITEMS["fig3a"], found, ("local", "mixed"))
     assert texts(table) == [
         ["2 neighbours", "60.00", "50.00"],
         ["40 neighbours", "70.00", "40.00"],
     ]
     assert [[one.best for one in row[1:]] for row in table.rows] == [[False, True], [True, False]]
-    (panels,) = by_method(found)
-    assert [group.label for group in panels.groups] == ["2 neighbours", "40 neighbours"]
-    assert len({group.style for group in panels.groups}) == 2
-    assert [row.title for row in by_case(found)] == ["2 neighbours", "40 neighbours"]
+    (groups,) = curves_by_method(found).values()
+    assert [group.label for group in groups] == ["2 neighbours", "40 neighbours"]
+    assert len({group.style for group in groups}) == 2
+    assert list(found.cases) == ["2 neighbours", "40 neighbours"]
 
 
 def test_traits_of_the_ablation_have_columns(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     cells = [
         write(places, cell(name), flat(0.5, 0.5))
         for name in ("dfedavgm", "dfedavgmp", "osgp", "dfedpgp")
     ]
     item: Item = ITEMS["table4"]
-    table = paper_tables.accuracy_table(item, collect(cells, places), ("local", "mixed"))
+    table = paper_tables.accuracy_table(item, collect_results(cells, places), ("local", "mixed"))
     assert [row[:4] for row in texts(table)] == [
         ["DFedAvgM", "", "", "82.49 ± 0.57"],
         ["DFedAvgM-P", "✓", "", "84.69"],

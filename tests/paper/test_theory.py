@@ -15,10 +15,16 @@ from typer.testing import CliRunner
 import quiverfl as qv
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
-from quiverfl.paper.theory import theory_settings
-from quiverfl.paper.theory.descent import METHOD, bounded, corollary_steps, descend, steps
-from quiverfl.paper.theory.problem import Problem
-from quiverfl.paper.theory.rate import fitted
+from quiverfl.paper.theory import experiments as theory_settings
+from quiverfl.paper.theory.experiments import fit_slope
+from quiverfl.paper.theory.problem import (
+    METHOD,
+    Problem,
+    bounded_error,
+    make_corollary_training,
+    make_training,
+    run_problem,
+)
 
 PROBLEM = Problem(clients=7, dimension=5, seed=3)
 
@@ -38,7 +44,7 @@ def test_the_model_is_the_formula() -> None:
         with torch.no_grad():
             module.u.copy_(torch.from_numpy(u[client]))
             module.v.copy_(torch.from_numpy(v[client]))
-        loss = module(PROBLEM.data.train.of(client)[0])[0]
+        loss = module(PROBLEM.data.train.of_client(client)[0])[0]
         loss.backward()
         assert loss.item() == pytest.approx(losses[client], rel=1e-12)
         np.testing.assert_allclose(module.u.grad, slopes[0][client], rtol=1e-12)
@@ -67,7 +73,7 @@ def test_the_constants_are_those_of_the_assumptions() -> None:
 def test_the_noise_has_exactly_its_variance_and_no_mean() -> None:
     augment = PROBLEM.data.augment
     assert augment is not None
-    x = PROBLEM.data.train.of(0)[0].repeat(4000, 1)
+    x = PROBLEM.data.train.of_client(0)[0].repeat(4000, 1)
     keys = np.random.default_rng(0).integers(0, 2**64, len(x), dtype=np.uint64)
     drawn = augment(x, keys)
     size = PROBLEM.dimension
@@ -88,7 +94,7 @@ def test_the_gradients_of_a_run_are_those_of_the_formula() -> None:
     def keep(checkpoint: Any) -> None:
         kept.append({name: leaf.clone().numpy() for name, leaf in checkpoint.tensors.items()})
 
-    records = descend(PROBLEM, graph, steps(PROBLEM, 0.2), 4, checkpoint=keep)
+    records = run_problem(PROBLEM, graph, make_training(PROBLEM, 0.2), 4, checkpoint=keep)
     u, v, mu = (kept[-1][f"state/{name}"] for name in ("u", "v", "mu"))
     shared = PROBLEM.gradients(np.repeat(u.mean(axis=0)[None], len(u), axis=0), v)[0]
     personal = PROBLEM.gradients(u / mu[:, None], v)[1]
@@ -97,7 +103,7 @@ def test_the_gradients_of_a_run_are_those_of_the_formula() -> None:
     assert last.gradient_personal == pytest.approx((personal**2).sum(axis=1).mean(), rel=1e-12)
     both = last.gradient_shared / PROBLEM.smooth_shared
     both += last.gradient_personal / PROBLEM.smooth_personal
-    assert bounded(PROBLEM, records)[-1] == pytest.approx(both)
+    assert bounded_error(PROBLEM, records)[-1] == pytest.approx(both)
 
 
 def test_the_start_is_where_it_is_said_to_be() -> None:
@@ -106,7 +112,7 @@ def test_the_start_is_where_it_is_said_to_be() -> None:
         PROBLEM.data,
         method=METHOD,
         topology=qv.full(PROBLEM.clients),
-        training=corollary_steps(PROBLEM, 1.0, 100),
+        training=make_corollary_training(PROBLEM, 1.0, 100),
         rounds=0,
     )
     begin = run.state(0).u["u"].numpy()
@@ -121,7 +127,7 @@ def test_the_start_is_where_it_is_said_to_be() -> None:
 def test_the_fit_recovers_a_power_and_its_interval() -> None:
     rounds = (10, 100, 1000)
     errors = np.array([[3 * t**-0.4 for t in rounds], [7 * t**-0.6 for t in rounds]])
-    slope = fitted(rounds, errors)
+    slope = fit_slope(rounds, errors)
     assert slope.value == pytest.approx(-0.5)
     # Two slopes 0.2 apart: standard error 0.1, Student's quantile with one degree of freedom.
     assert slope.high - slope.value == pytest.approx(12.7062 * 0.1, rel=1e-4)
@@ -153,7 +159,9 @@ def test_steps_that_do_not_shrink_do_not_have_that_rate() -> None:
     """The measurement can tell: from the optimum, noise alone keeps its level with T."""
     problem = Problem(start=0.0, diversity=0.0)
     errors = [
-        bounded(problem, descend(problem, qv.full(problem.clients), steps(problem, 0.5), t)).mean()
+        bounded_error(
+            problem, run_problem(problem, qv.full(problem.clients), make_training(problem, 0.5), t)
+        ).mean()
         for t in (8, 72)
     ]
     assert np.log(errors[1] / errors[0]) / np.log(9) > -0.1

@@ -14,10 +14,10 @@ from torch import nn
 
 import quiverfl as qv
 import small
-from quadratics import quadratics
-from quiverfl.config import parse
-from quiverfl.engine import gradients
-from quiverfl.experiment import run_in_folder
+from quiverfl.engine import gradient_norms as gradients
+from quiverfl.laws.problem import quadratics
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.experiment import run_in_folder
 
 Floats = npt.NDArray[np.float64]
 SHARED, PERSONAL = 3, 2
@@ -46,7 +46,8 @@ def ragged(clients: int) -> qv.FederatedData:
     """Clients with 5 to 16 rows of the quadratics' data."""
     whole = quadratics(clients, dimension=SHARED + PERSONAL, samples=16, seed=3).data
     pairs = [
-        tuple(part[: 5 + 7 * i % 12] for part in whole.train.of(i)) for i in range(whole.clients)
+        tuple(part[: 5 + 7 * i % 12] for part in whole.train.of_client(i))
+        for i in range(whole.clients)
     ]
     return qv.FederatedData.from_arrays(pairs, [(x[:0], y[:0]) for x, y in pairs])
 
@@ -61,7 +62,7 @@ def by_hand(data: qv.FederatedData, run: qv.Run) -> tuple[float, float]:
     shared = np.zeros(SHARED)
     personal = 0.0
     for client in range(data.clients):
-        x, y = (part.numpy() for part in data.train.of(client))
+        x, y = (part.numpy() for part in data.train.of_client(client))
 
         def slope(w: Floats, x: Floats = x, y: Floats = y) -> Floats:
             return x.T @ (x @ w - y.ravel()) / len(x)
@@ -153,7 +154,7 @@ def test_with_messages_in_flight_the_mean_is_of_the_mass_that_is_here() -> None:
 
 def test_a_configuration_can_ask_for_them(tmp_path: Path) -> None:
     tree = {"data": {"clients": 4}, "run": {"rounds": 1, "gradients": True}}
-    asked, plain = parse(tree), parse({**tree, "run": {"rounds": 1}})
+    asked, plain = parse_config(tree), parse_config({**tree, "run": {"rounds": 1}})
     assert asked.identity() == plain.identity()  # the same run, looked at more closely
     run_in_folder(asked, tmp_path)
     record = json.loads((tmp_path / "rounds.jsonl").read_text())

@@ -18,10 +18,10 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from quiverfl.peer.audit import audit
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.link.identity import ROSTER, Roster
 
 from .swarm import Options, build, make_folders
 

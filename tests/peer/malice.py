@@ -20,13 +20,13 @@ import grpc.aio
 import numpy as np
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import identity, signing, wire
-from quiverfl.peer.connection import open_channel
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT, Transfer
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.ledger import UNIT, Transfer
+from quiverfl.peer.link import identity, wire
+from quiverfl.peer.link.identity import ROSTER, Identity, Member, Roster
+from quiverfl.peer.link.link import open_channel
+from quiverfl.peer.link.wire import SERVICE, Announcement, EvictionNotice
 from quiverfl.peer.node import Node
-from quiverfl.peer.roster import ROSTER, Member, Roster
-from quiverfl.peer.wire import SERVICE, Announcement, Notice
 
 from .swarm import Options, build, free_ports
 from .test_life import until
@@ -101,7 +101,7 @@ def resigned(a: Announcement, papers: Identity, towards: str, **changes: Any) ->
     a = a.model_copy(update=changes)
     transfer = Transfer(a.sender, a.receiver, a.seq, a.round, a.units, a.digest, 0.0)
     stores = (a.incarnation, towards)
-    proof = signing.proof(papers, "share", transfer, a.agreement, stores)
+    proof = signing.sign_transfer(papers, "share", transfer, a.agreement, stores)
     return wire.encode(a.model_copy(update={"proof": proof}))
 
 
@@ -119,7 +119,7 @@ def _slow(node: Node) -> None:
             return
         body = frame[wire._HEADER.size :]
         for at in range(len(body)):
-            await write(wire.framed(body[at : at + 1], at))
+            await write(wire.make_frame(body[at : at + 1], at))
             await asyncio.sleep(0.5)
 
     tamper_with(node, trickle)
@@ -200,7 +200,7 @@ def _replaying(node: Node) -> None:
     async def repeat(frames: list[bytes]) -> None:
         for sender in node.neighbours.senders.values():
             with contextlib.suppress(Exception):
-                call = sender.contact.connected().stream_stream(f"/{SERVICE}/Push")()
+                call = sender.link.connected().stream_stream(f"/{SERVICE}/Push")()
                 for frame in list(frames):
                     await call.write(frame)
                 async with asyncio.timeout(2):
@@ -212,7 +212,7 @@ def _replaying(node: Node) -> None:
 
 def _equivocating(node: Node) -> None:
     """Its books have one share, each receiver gets another under the same number; so its clocks."""
-    papers = node._identity.refresh()
+    papers = node.ctx.identity.refresh()
     store = node.store.meta("incarnation")
     chance = random.Random(0)
 
@@ -221,7 +221,7 @@ def _equivocating(node: Node) -> None:
         if a is None and frame.startswith(b"{"):
             await write(frame)
         elif a is None:
-            await write(wire.framed(sender.lie, 0))
+            await write(wire.make_frame(sender.lie, 0))
         else:
             truth = np.frombuffer(node.store.payload(a.digest), dtype="<f4")
             sender.lie = (truth + np.float32(chance.random())).tobytes()
@@ -230,18 +230,22 @@ def _equivocating(node: Node) -> None:
 
     tamper_with(node, lie)
     for sender in node.neighbours.senders.values():
-        sender._receipted = lambda reply, transfer: transfer  # type: ignore[method-assign]
-        sender._clocks = lambda peer: [
-            signing.clock(papers, node.agreement.hash, node.agreement.name, store, hash(peer) % 997)
-        ]
+        sender._attach_receipt = lambda reply, transfer: transfer  # type: ignore[method-assign]
+        lie_about = hash(sender.peer) % 997
+        clock = signing.sign_clock(
+            papers, node.agreement.hash, node.agreement.name, store, lie_about
+        )
+        sender._list_clocks = lambda clock=clock: [clock]  # type: ignore[method-assign, misc]
 
     async def slander() -> None:
         await until(lambda: len(node.neighbours.greeted) == len(node.neighbours.senders), 60)
         for peer, link in node.transactions.accounts.links.items():
-            notice = Notice(by=node.agreement.name, about=peer, store=link.incarnation, ban=True)
-            await node.neighbours._announce(notice)
+            notice = EvictionNotice(
+                by=node.agreement.name, about=peer, store=link.incarnation, ban=True
+            )
+            await node.neighbours.sign(node.neighbours.evictions, notice)
 
-    node.neighbours._later(slander())
+    node.neighbours._start(slander())
 
 
 async def _restored(folder: Path, options: Options, progress: Progress) -> None:
@@ -288,7 +292,7 @@ def _misshapen(node: Node) -> None:
             await write(frame)
         else:
             body = frame[wire._HEADER.size :]
-            await write(wire.framed(body[:-4] if turn % 3 == 1 else body + b"\0" * 4, 0))
+            await write(wire.make_frame(body[:-4] if turn % 3 == 1 else body + b"\0" * 4, 0))
 
     tamper_with(node, bend)
 
@@ -296,7 +300,7 @@ def _misshapen(node: Node) -> None:
 async def _forging(folder: Path, options: Options, progress: Progress) -> None:
     """Shares and receipts signed with a key that is not the one in the roster."""
     other = folder.parent / "forged"
-    identity.issue(folder.parent / "authority", folder.name, other)
+    identity.issue_certificate(folder.parent / "authority", folder.name, other)
     papers = Identity.read(other)
 
     def spoil(node: Node) -> None:
@@ -305,8 +309,8 @@ async def _forging(folder: Path, options: Options, progress: Progress) -> None:
             await write(resigned(a, papers, sender._stores()[1]) if a else frame)
 
         tamper_with(node, forge)
-        honest, node.receiver._identity = node.receiver._identity, _Papers(papers)  # type: ignore
-        assert honest is not papers
+        forged: Any = _Papers(papers)
+        node.receiver._ctx = replace(node.receiver._ctx, identity=forged)
 
     async with member(folder, options, spoil):
         await never()

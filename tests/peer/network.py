@@ -11,10 +11,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from quiverfl.peer import ledger
-from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer, Verdict
-from quiverfl.peer.manifest import added, magnitude, scaled, total
-from quiverfl.peer.statement import Entry, Received, Sent, Statement
+from quiverfl.peer.accounts import ledger
+from quiverfl.peer.accounts.ledger import (
+    UNIT,
+    Accounts,
+    Entry,
+    Received,
+    Sent,
+    Share,
+    Statement,
+    Transfer,
+    Verdict,
+)
+from quiverfl.peer.link.messages import add_shares, scale_message, sum_magnitudes, sum_message
 
 Message = dict[str, np.ndarray]
 
@@ -46,7 +55,7 @@ class SimulatedPeer:
         u = {"u": np.full(size, float(len(name) + 1), dtype=np.float32)}
         self.durable = Books(Accounts(name, UNIT), u)
         self.durable.entries.append(
-            Entry("start", 0, UNIT, UNIT, 0, total(u), 0.0, 0.0, 0.0, magnitude(u))
+            Entry("start", 0, UNIT, UNIT, 0, sum_message(u), 0.0, 0.0, 0.0, sum_magnitudes(u))
         )
         self.mutant = mutant
         self.staged: dict[str, tuple[Transfer, Message]] = {}
@@ -66,7 +75,7 @@ class SimulatedPeer:
             self.staged[f"{transfer.sender}{len(self.staged)}"] = (transfer, payload)
             return None
         staged = {sender: entry[0] for sender, entry in self.staged.items()}
-        verdict = ledger.judge(self.durable.accounts, staged, transfer)
+        verdict = ledger.judge_transfer(self.durable.accounts, staged, transfer)
         if verdict is Verdict.APPLIED:
             return ("ack", transfer)
         if verdict is Verdict.REFUSED:
@@ -75,7 +84,7 @@ class SimulatedPeer:
             return None
         if not np.isfinite(payload["u"]).all():
             books = self.durable.copy()
-            books.accounts = ledger.bury(books.accounts, transfer, "not finite")
+            books.accounts = ledger.refuse(books.accounts, transfer, "not finite")
             books.received.append(Received(transfer, "not finite"))
             self.durable = books
             return ("nack", transfer)
@@ -110,7 +119,7 @@ class SimulatedPeer:
         else:
             books.accounts = ledger.absorb(books.accounts, transfers, self.refunds.values())
         books.received += [Received(transfer, "") for transfer in transfers]
-        books.u = added(books.u, shares)
+        books.u = add_shares(books.u, shares)
         incoming = [*transfers, *self.refunds.values()]
         books.entries.append(
             Entry(
@@ -119,11 +128,11 @@ class SimulatedPeer:
                 books.accounts.units,
                 sum(t.units for t in incoming),
                 0,
-                total(books.u),
+                sum_message(books.u),
                 sum(t.total for t in incoming),
                 0.0,
                 0.0,
-                magnitude(books.u),
+                sum_magnitudes(books.u),
             )
         )
         if crash:
@@ -136,16 +145,16 @@ class SimulatedPeer:
         """Train a little, split over those whose link is free, commit."""
         books = self.durable.copy()
         accounts = books.accounts
-        free = [peer for peer in receivers if ledger.free(accounts, peer)]
+        free = [peer for peer in receivers if ledger.is_free(accounts, peer)]
         if not free or not ledger.may_push(accounts):
             return
-        before = total(books.u)
+        before = sum_message(books.u)
         trained = {"u": books.u["u"] * np.float32(1.01)}
-        share = scaled(trained, 1, len(free) + 1)
+        share = scale_message(trained, 1, len(free) + 1)
         sent = {"u": share["u"] * np.float32(np.nan)} if poison else share
         digest = f"{self.name}-{len(books.entries)}"
-        units = ledger.portions(accounts.units, dict.fromkeys(free, 1), 1)
-        shares = {p: Share(units[p], digest, total(share)) for p in free}
+        units = ledger.divide_units(accounts.units, dict.fromkeys(free, 1), 1)
+        shares = {p: Share(units[p], digest, sum_message(share)) for p in free}
         books.accounts = ledger.push(accounts, accounts.round, shares)
         books.u, books.payloads[digest] = share, share
         for peer in free:
@@ -159,11 +168,11 @@ class SimulatedPeer:
                 books.accounts.units,
                 0,
                 sum(units.values()),
-                total(share),
+                sum_message(share),
                 0.0,
-                total(share) * len(free),
-                total(trained) - before,
-                magnitude(share),
+                sum_message(share) * len(free),
+                sum_message(trained) - before,
+                sum_magnitudes(share),
             )
         )
         if crash:
@@ -187,7 +196,7 @@ class SimulatedPeer:
             books.entries,
             list(books.sent.values()),
             books.received,
-            total(books.u),
+            sum_message(books.u),
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -23,16 +25,15 @@ from typing import Any, Literal
 import numpy as np
 
 from quiverfl.errors import QuiverError
-from quiverfl.memory import keep_freed_memory
-from quiverfl.peer import identity
-from quiverfl.peer.audit import audit
-from quiverfl.peer.audit_report import Report
-from quiverfl.peer.manifest import Leaves, Manifest
+from quiverfl.peer.accounts.audit import AuditReport, audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.link import identity
+from quiverfl.peer.link.identity import ROSTER, Member, Roster
+from quiverfl.peer.link.messages import Leaves, Manifest
+from quiverfl.peer.link.wire import PROTOCOL
 from quiverfl.peer.metrics import JsonLines
-from quiverfl.peer.roster import ROSTER, Member, Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.wire import PROTOCOL
-from quiverfl.transforms.coding import Coding
+from quiverfl.support.environment import keep_freed_memory
+from quiverfl.transforms.codec import MessageCodec
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["quiverfl.peer.setup", "sklearn.datasets"])
@@ -47,7 +48,7 @@ class Quadratic:
         size: int,
         seconds: float = 0.0,
         rate: float = 0.3,
-        coding: Coding | None = None,
+        coding: MessageCodec | None = None,
     ) -> None:
         chance = np.random.default_rng(number)
         self._target = chance.normal(size=size).astype(np.float32)
@@ -75,7 +76,7 @@ class Quadratic:
     def restore(self, rest: Mapping[str, np.ndarray]) -> None:
         self._v = np.array(rest["v"])
 
-    def amend(self, lr: float | None, rounds: int) -> None:
+    def change_run(self, lr: float | None, rounds: int) -> None:
         self._rate = np.float32(self._rate if lr is None else lr)
 
     def evaluate(self, round: int, stage: str) -> dict[str, float]:
@@ -84,7 +85,7 @@ class Quadratic:
 
     view = None
 
-    def tell(self, to: list[int]) -> None:
+    def report_to(self, clients: list[int]) -> None:
         """Nothing: no topology of these tests looks."""
 
     def record(self) -> dict[str, int]:
@@ -111,18 +112,24 @@ class Options:
     crash_at: str = ""  # a point of the runtime's trace
     crash_after: int = 0  # the how-many-th passage
     newest: int = PROTOCOL  # version of the protocol that it speaks
-    coding: Coding | None = None
+    coding: MessageCodec | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
 
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = itertools.cycle(range(20_000 + 1_000 * WORKER, 21_000 + 1_000 * WORKER))
+"""Below the ports that the system gives away, and of this test process alone: a port that is free
+now must still be free when a peer binds it."""
+
+
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports: list[int] = []
+    while len(ports) < count:
+        port = next(PORTS)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            ports.append(port)
     return ports
 
 
@@ -132,7 +139,7 @@ def make_folders(root: Path, count: int, run: str = "test") -> list[Path]:
     members = []
     for number, port in enumerate(free_ports(count)):
         name = f"peer-{number}"
-        key = identity.issue(root / "authority", name, root / name)
+        key = identity.issue_certificate(root / "authority", name, root / name)
         members.append(Member(name, f"127.0.0.1:{port}", (key,)))
     roster = Roster(run, tuple(members))
     for member in members:
@@ -142,11 +149,11 @@ def make_folders(root: Path, count: int, run: str = "test") -> list[Path]:
 
 def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda p: None) -> Any:
     """A node on a folder; must be called inside a running event loop."""
-    from quiverfl.peer.agreement import Agreement, Limits
-    from quiverfl.peer.joining import create_store
+    from quiverfl.peer.accounts.store import NoStore, Store
+    from quiverfl.peer.context import Agreement, Limits, PeerContext
+    from quiverfl.peer.folder import Settings
     from quiverfl.peer.node import Node
-    from quiverfl.peer.peer_settings import Settings
-    from quiverfl.peer.store import NoStore, Store
+    from quiverfl.peer.setup import create_store
     from quiverfl.topologies import directed_ring, random_push
 
     name = folder.name
@@ -177,10 +184,8 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     if options.ring:
         topology = directed_ring(clients)
     limits = Limits(**{"retry_cap": 2.0, **options.limits})
-    node = Node(
-        learner, topology, store, folder, agreement, settings, limits, record=record, trace=trace
-    )
-    return node
+    ctx = PeerContext.open(folder, store, agreement, limits, trace)
+    return Node(ctx, learner, topology, settings, record)
 
 
 def process_main(folder: Path, options: Options) -> None:
@@ -284,10 +289,10 @@ class Swarm:
             if process.exitcode is None and process.pid:
                 os.kill(process.pid, signal.SIGSTOP if frozen else signal.SIGCONT)
 
-    def audit(self, live: bool = False) -> Report:
+    def audit(self, live: bool = False) -> AuditReport:
         return audit([read_statement(f / "store") for f in self.folders.values()], live=live)
 
-    def frozen_audit(self) -> Report:
+    def frozen_audit(self) -> AuditReport:
         """A clock may stop while its process has the database to itself: then try again."""
         for last in (False, False, False, True):
             self.freeze(True)

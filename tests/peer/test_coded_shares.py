@@ -12,20 +12,20 @@ import pytest
 import torch
 
 import quiverfl as qv
+from quiverfl.engine.exchange.build import build_exchange
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.transformed import transformed_exchange
 from quiverfl.errors import QuiverError
-from quiverfl.peer import ledger
-from quiverfl.peer.audit import audit
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT, Accounts
-from quiverfl.peer.manifest import Leaves, Manifest, as_coded
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.store import Memory, Store
-from quiverfl.peer.transactions import Transactions, first_entry
+from quiverfl.peer.accounts import ledger
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT, Accounts
+from quiverfl.peer.accounts.store import Memory, Store
+from quiverfl.peer.accounts.transactions import Transactions, make_first_entry
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.messages import Leaves, Manifest, frame_code
 from quiverfl.topologies import Topology
-from quiverfl.transforms.chosen import Transforms
-from quiverfl.transforms.coding import Coding, Origin
+from quiverfl.transforms import Transforms
+from quiverfl.transforms.codec import MessageCodec, Origin
 
 from .test_methods import ONE_PULL, ONE_PUSH, play_peers, same_as_simulated, simulated
 from .test_refusals import SIZE, Caller, address, folders, running
@@ -41,7 +41,7 @@ CASES = [
     (qv.DFedAvgM(epochs=1), qv.ring(4), STAYS),
     (qv.DFedPGP(shared_epochs=1), ONE_PULL(3), EIGHT),
 ]
-CODINGS = [Coding(compression, seed=5) for compression in (EIGHT, FEW, SOME, STAYS)]
+CODINGS = [MessageCodec(compression, seed=5) for compression in (EIGHT, FEW, SOME, STAYS)]
 
 
 def message_of(size: int = 100, seed: int = 0) -> Leaves:
@@ -71,28 +71,28 @@ def test_async_peers_lose_nothing_of_what_they_do_not_send(tmp_path: Path) -> No
     for node in played.nodes:
         entries = read_statement(node.store.folder).entries
         assert sum(entry.units_out > 0 for entry in entries) >= 1
-        assert not node.agreement.manifest.allows(whole)
+        assert not node.agreement.manifest.allows_size(whole)
 
 
 @pytest.mark.parametrize("coding", CODINGS, ids=lambda coding: coding.compression.name)
-def test_coding_splits_into_what_was_there(tmp_path: Path, coding: Coding) -> None:
+def test_coding_splits_into_what_was_there(tmp_path: Path, coding: MessageCodec) -> None:
     """Own and others' shares add up to the message, and a refused share comes home.
 
     After a restart the same bytes go out: they are in the commit, beside what was not sent.
     """
     message, origin = message_of(), Origin(3, 7)
     manifest = Manifest.of(message, coding=coding)
-    entry = first_entry("start", message)
+    entry = make_first_entry("start", message)
     store = Store.create(tmp_path, Accounts("a", UNIT), Memory(message, {}), entry, "agreed")
 
     async def scenario() -> None:
         books = Transactions(store, manifest, origin.client)
         shares = await books.push(origin.round, message, {}, {"b": 1, "c": 2}, 1)
         payloads = {share.receiver: store.payload(share.digest) for share in shares}
-        assert all(manifest.allows(len(payload)) for payload in payloads.values())
+        assert all(manifest.allows_size(len(payload)) for payload in payloads.values())
         assert len(payloads["b"]) < manifest.nbytes / 2
         found = {to: manifest.unpack(payload, origin) for to, payload in payloads.items()}
-        known = coding.known(message, origin)
+        known = coding.transmit(message, origin)
         for name, leaf in message.items():
             np.testing.assert_allclose(found["b"][name], known[name] / 4, rtol=1e-6)
             parts = (books.memory.message[name], found["b"][name], found["c"][name])
@@ -106,7 +106,7 @@ def test_coding_splits_into_what_was_there(tmp_path: Path, coding: Coding) -> No
         for name, leaf in message.items():
             whole = again.memory.message[name] + found["b"][name]
             np.testing.assert_allclose(whole, leaf, rtol=1e-6, atol=1e-6)
-        assert again.accounts.units == UNIT - ledger.portions(UNIT, {"b": 1, "c": 2}, 1)["b"]
+        assert again.accounts.units == UNIT - ledger.divide_units(UNIT, {"b": 1, "c": 2}, 1)["b"]
         assert audit([read_statement(tmp_path)]).passed
 
     asyncio.run(scenario())
@@ -116,14 +116,14 @@ def test_coding_splits_into_what_was_there(tmp_path: Path, coding: Coding) -> No
 def test_a_leaving_peer_gives_everything_away_whole(tmp_path: Path) -> None:
     message = message_of()
     manifest = Manifest.of(message, coding=CODINGS[1])
-    entry = first_entry("start", message)
+    entry = make_first_entry("start", message)
     store = Store.create(tmp_path, Accounts("a", UNIT), Memory(message, {}), entry, "agreed")
 
     async def scenario() -> None:
         books = Transactions(store, manifest)
         (share,) = await books.push(0, message, {}, {"b": 1}, 0, whole=True)
         payload = store.payload(share.digest)
-        assert manifest.allows(len(payload))
+        assert manifest.allows_size(len(payload))
         given = manifest.unpack(payload, Origin(0, 0))
         assert all(np.array_equal(given[name], leaf) for name, leaf in message.items())
         assert not any(leaf.any() for leaf in books.memory.message.values())
@@ -134,10 +134,10 @@ def test_a_leaving_peer_gives_everything_away_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("coding", CODINGS, ids=lambda coding: coding.compression.name)
-def test_mutated_codes_are_messages_or_an_error(coding: Coding) -> None:
+def test_mutated_codes_are_messages_or_an_error(coding: MessageCodec) -> None:
     chance, message, origin = random.Random(0), message_of(), Origin(1, 2)
     manifest = Manifest.of(message, coding=coding)
-    good = as_coded(coding.coded(message, origin), 0.25)
+    good = frame_code(coding.encode(message, origin), 0.25)
     refused = 0
     for _ in range(120):
         mutant = bytearray(good)
@@ -158,14 +158,14 @@ def test_mutated_codes_are_messages_or_an_error(coding: Coding) -> None:
 @pytest.mark.parametrize("part", [0.0, -0.5, 1.5, float("nan"), float("inf")])
 def test_a_part_that_is_none_is_refused(part: float) -> None:
     message, origin = message_of(), Origin(1, 2)
-    code = CODINGS[0].coded(message, origin)
+    code = CODINGS[0].encode(message, origin)
     with pytest.raises(QuiverError, match=r"must be in \(0, 1\]"):
-        Manifest.of(message, coding=CODINGS[0]).unpack(as_coded(code, part), origin)
+        Manifest.of(message, coding=CODINGS[0]).unpack(frame_code(code, part), origin)
 
 
 def test_a_code_that_is_none_goes_back(folders: list[Path]) -> None:
     """Refused for good, on the record, so that its sender has its mass again."""
-    coding = Coding(EIGHT, seed=1)
+    coding = MessageCodec(EIGHT, seed=1)
 
     async def scenario() -> None:
         async with running(folders[0]) as node:
@@ -174,7 +174,7 @@ def test_a_code_that_is_none_goes_back(folders: list[Path]) -> None:
             caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             await caller.hello()
             sent = {"u": np.linspace(-1, 1, SIZE, dtype=np.float32)}
-            good = as_coded(coding.coded(sent, Origin(1, 0)), 0.25)
+            good = frame_code(coding.encode(sent, Origin(1, 0)), 0.25)
             long = await caller.push(payload=good + b"1")
             assert (long.word, long.reason[:5]) == ("denied", "size:")
             reply = await caller.push(payload=good[:-1] + b"\xff")
@@ -197,10 +197,10 @@ def test_the_peers_arithmetic_codes_to_the_same_sum(compression: Any) -> None:
     mixed = {}
     for arithmetic in ("matrix", "peers"):
         settings = RunSettings(rounds=30, seed=3, dtype=torch.float64, arithmetic=arithmetic)
-        exchange = transformed_exchange(Transforms(compression), method, topology, settings)
+        exchange = build_exchange(Transforms(compression), method, topology, settings)
         found = {"u": u.clone(), "mu": torch.ones(6, dtype=torch.float64)}
-        payload = exchange.weigh(found, np.full(6, 205 * 8 + 8))
-        assert (payload == compression.bytes_of(205, 8) + 8).all()
+        payload = exchange.coded_sizes(found, np.full(6, 205 * 8 + 8))
+        assert (payload == compression.coded_bytes(205, 8) + 8).all()
         exchange.push(0, topology(0), found)
         mixed[arithmetic] = exchange.collect(0)
     for name in ("u", "mu"):

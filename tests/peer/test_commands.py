@@ -21,16 +21,16 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from quiverfl.cli.peer import app
-from quiverfl.config import load_config
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.sources import load_dataset
 from quiverfl.data.sources.arrays import from_arrays
 from quiverfl.errors import QuiverError
-from quiverfl.peer.audit import audit
-from quiverfl.peer.peer_folder import PeerFolder
-from quiverfl.peer.roster import Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.setup import assemble, build_learner, configuration, dataset_of
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.folder import PeerFolder
+from quiverfl.peer.link.identity import Roster
+from quiverfl.peer.setup import assemble, build_learner, load_peer_config, load_peer_dataset
+from quiverfl.runs.config_files import load_config
 
 from .swarm import free_ports
 
@@ -82,7 +82,7 @@ def prepare(root: Path, rounds: int = 3, own: Sequence[Sequence[object]] = ((), 
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "quiverfl.cli.main", "peer", "run", str(folder)]
+    command = [sys.executable, "-m", "quiverfl", "peer", "run", str(folder)]
     log = (folder / "log").open("ab")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -267,7 +267,23 @@ def test_the_options_of_own_data_are_kept(tmp_path: Path) -> None:
     own = ("--data", "table", "--data-path", table, "--data-option", "label=diagnosis")
     folder = PeerFolder.read(prepare(tmp_path, own=(own, ()))[0])
     assert folder.own.data is not None
-    assert dataset_of(folder, configuration(folder)).class_names == ("0", "1")
+    assert load_peer_dataset(folder, load_peer_config(folder)).class_names == ("0", "1")
+
+
+def test_peers_do_not_number_labels_each_by_its_own(tmp_path: Path) -> None:
+    """One peer's 1 and 3 would be another's 0 and 2."""
+    table = tmp_path / "patients.csv"
+    table.write_text("age,label\n" + "".join(f"{n}.5,{1 + 2 * (n % 2)}\n" for n in range(20)))
+    own = ("--data", "table", "--data-path", table)
+    folder = PeerFolder.read(prepare(tmp_path / "a", own=(own, ()))[0])
+    with pytest.raises(QuiverError, match=r"the labels are 1, 3, .* set options\.classes"):
+        load_peer_dataset(folder, load_peer_config(folder))
+    own = (*own, "--data-option", "classes=4")
+    folder = PeerFolder.read(prepare(tmp_path / "b", own=(own, ()))[0])
+    assert sorted(set(load_peer_dataset(folder, load_peer_config(folder)).train_y.tolist())) == [
+        1,
+        3,
+    ]
 
 
 def test_a_peer_is_not_started_twice(tmp_path: Path) -> None:

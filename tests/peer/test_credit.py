@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from quiverfl.peer import signing
-from quiverfl.peer.audit import audit
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT, Transfer
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.wire import Voucher
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT, Transfer
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.wire import Voucher
 
 from .swarm import build, make_folders
 from .test_life import ENDLESS, finish, until
@@ -35,7 +34,7 @@ def voucher(
     """A share of peer-2 to peer-1, as peer-1 shows it; signed by whoever has these papers."""
     transfer = Transfer("peer-2", "peer-1", seq, 0, units, f"{seq:064x}", 0.0)
     agreed = caller.agreement.hash
-    proof = signing.proof(papers, "share", transfer, agreed, ("2" * 16, store))
+    proof = signing.sign_transfer(papers, "share", transfer, agreed, ("2" * 16, store))
     return Voucher(
         sender="peer-2", seq=seq, round=0, units=units, digest=transfer.digest, proof=proof
     )
@@ -104,7 +103,7 @@ def test_what_was_shown_is_known_after_a_restart(folders: list[Path]) -> None:
 def test_honest_peers_can_always_show_what_they_give(folders: list[Path]) -> None:
     async def scenario() -> list[Any]:
         # On a ring nothing comes straight back, so each must show where its mass came from.
-        options = replace(ENDLESS, size=20, seconds=0.0, ring=True, settings={"lend": 1e9})
+        options = replace(ENDLESS, size=20, seconds=0.0, ring=True, settings={"max_debt": 1e9})
         nodes = [build(folder, options) for folder in folders]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
         await until(lambda: all(node.metrics.counts["transfers"] > 40 for node in nodes), 40)
@@ -113,10 +112,10 @@ def test_honest_peers_can_always_show_what_they_give(folders: list[Path]) -> Non
 
     nodes = asyncio.run(scenario())
     assert not any(node.metrics.refusals["mass it cannot show"] for node in nodes)
-    asked = [node.receiver._credit.of(peer).rows for node in nodes for peer in node.names]
+    asked = [node.receiver._proofs.proven_by(peer).rows for node in nodes for peer in node.names]
     assert sum(asked) > 10
     roster = Roster.read(folders[0] / ROSTER)
     statements = [read_statement(folder / "store") for folder in folders]
-    report = audit(statements, genuine=signing.checked_by(roster))
+    report = audit(statements, is_genuine=signing.signature_check(roster))
     assert report.passed, report.problems
     assert report.units + report.in_flight == 3 * UNIT

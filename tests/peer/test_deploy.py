@@ -32,7 +32,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> str:
         options = Options(size=20, rounds=2, mode="sync", seconds=0.0, neighbours=1, linger=5.0)
         nodes = [build(folder, options) for folder in folders]
         await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
-        nodes[0].metrics.refused("gap")
+        nodes[0].metrics.count_refusal("gap")
         server = serve_metrics(f"127.0.0.1:{port}", nodes[0].metrics, nodes[0].samples)
         address = f"http://127.0.0.1:{port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=5).read())

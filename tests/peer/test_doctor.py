@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from quiverfl.cli.peer_demo import make_swarm
-from quiverfl.peer import doctor, identity
-from quiverfl.peer.doctor import Finding, examine
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.peer_folder import PeerFolder
-from quiverfl.peer.roster import DIALS_OUT, ROSTER, Member, Roster
-from quiverfl.peer.wire import Vitals
+from quiverfl.peer import doctor
+from quiverfl.peer.doctor import Finding, examine_peer
+from quiverfl.peer.folder import PeerFolder, make_swarm
+from quiverfl.peer.link import identity
+from quiverfl.peer.link.identity import (
+    DIALS_OUT,
+    ROSTER,
+    Identity,
+    Member,
+    Roster,
+)
+from quiverfl.peer.link.wire import Vitals
 
 from .swarm import make_folders
 from .test_refusals import running
@@ -48,7 +53,7 @@ def moved(name: str, address: str) -> Callable[[Roster], Roster]:
 
 
 def test_a_folder_that_is_fine_and_a_neighbour_that_is_down(swarm: dict[str, PeerFolder]) -> None:
-    found = asyncio.run(examine(first(swarm).path, 2.0))
+    found = asyncio.run(examine_peer(first(swarm).path, 2.0))
     for about in ("version", "certificate", "authority", "disk", "open files", "own port"):
         assert of(found, about).level == "good", of(found, about)
     other = list(swarm)[1]
@@ -63,7 +68,7 @@ def test_who_cannot_be_reached_and_why(swarm: dict[str, PeerFolder]) -> None:
 
     def seen(address: str) -> Finding:
         change_roster(swarm, moved(other, address))
-        return of(asyncio.run(examine(here.path, 1.0)), f"peer {other}")
+        return of(asyncio.run(examine_peer(here.path, 1.0)), f"peer {other}")
 
     assert "not a known host" in seen("no-such-host.invalid:7400").text
     assert "only dials out" in seen(DIALS_OUT).text
@@ -78,16 +83,16 @@ def test_who_cannot_be_reached_and_why(swarm: dict[str, PeerFolder]) -> None:
 def test_a_running_peer_tells_a_member_its_clock_and_version(tmp_path: Path) -> None:
     folders = make_folders(tmp_path, 3)
     roster = Roster.read(folders[0] / ROSTER)
-    identity.issue(tmp_path / "authority", "peer-1", tmp_path / "other-key")
+    identity.issue_certificate(tmp_path / "authority", "peer-1", tmp_path / "other-key")
 
     async def scenario() -> None:
         there, me = roster.member("peer-0"), roster.member("peer-1")
         async with running(folders[0]):
-            good, clock = await doctor._neighbour(there, me, Identity.read(folders[1]), 5.0)
+            good, clock = await doctor._check_neighbour(there, me, Identity.read(folders[1]), 5.0)
             assert (good.level, clock.level) == ("good", "good"), (good, clock)
             assert "protocol 3 together" in good.text
             stranger = Identity.read(tmp_path / "other-key")
-            refused = (await doctor._neighbour(there, me, stranger, 5.0))[0]
+            refused = (await doctor._check_neighbour(there, me, stranger, 5.0))[0]
             assert (refused.level, "refuses this peer" in refused.text) == ("bad", True)
             assert "roster.toml" in refused.remedy
 
@@ -98,7 +103,7 @@ def test_a_running_peer_tells_a_member_its_clock_and_version(tmp_path: Path) -> 
     ("off", "level"), [(0.5, "good"), (-30.0, "good"), (300.0, "doubtful"), (-86400.0, "bad")]
 )
 def test_a_clock_that_is_off(off: float, level: str) -> None:
-    found = doctor._clock("peer west", Vitals(time=1000.0 + off, version="1"), 999.9, 1000.1)
+    found = doctor._check_clock("peer west", Vitals(time=1000.0 + off, version="1"), 999.9, 1000.1)
     assert found.level == level
     assert ("chrony" in found.remedy) == (level != "good")
     assert ("ahead" in found.text) == (off > 0)
@@ -107,7 +112,7 @@ def test_a_clock_that_is_off(off: float, level: str) -> None:
 def test_versions_that_cannot_talk() -> None:
     member = Member("west", "127.0.0.1:1", ())
     newer = Vitals(time=0.0, version="9", protocol=9, oldest=8)
-    found = doctor._version_of("peer west", member, newer, 0.1)
+    found = doctor._check_version("peer west", member, newer, 0.1)
     assert (found.level, "protocol 8 to 9" in found.text) == ("bad", True)
     assert "Install" in found.remedy
 
@@ -116,7 +121,7 @@ def test_a_certificate_that_runs_out(swarm: dict[str, PeerFolder]) -> None:
     here = first(swarm)
     authority = here.path.parent / "authority"
     for days, level in [(10, "doubtful"), (-0.5, "bad")]:
-        key = identity.issue(authority, here.own.name, here.path, days)
+        key = identity.issue_certificate(authority, here.own.name, here.path, days)
         change_roster(swarm, lambda roster, key=key: roster.with_key(here.own.name, key))
-        found = next(doctor._certificate(PeerFolder.read(here.path)))
+        found = next(doctor._check_certificate(PeerFolder.read(here.path)))
         assert (found.level, "certs rotate" in found.remedy) == (level, True), found

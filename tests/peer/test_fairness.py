@@ -11,12 +11,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from quiverfl.peer import wire
-from quiverfl.peer.audit import audit
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.wire import SERVICE, Reply
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.link import wire
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.wire import SERVICE, Reply
 
 from .swarm import Options, build, make_folders
 from .test_life import finish, until
@@ -144,7 +144,7 @@ def test_a_member_that_never_acknowledges_costs_one_deadline(
     async def scenario() -> None:
         options = Options(size=20, rounds=12, mode="sync", seconds=0.0, deadline=1.5, linger=1.0)
         nodes = [build(folder, options) for folder in folders]
-        monkeypatch.setattr(nodes[2].receiver, "committed", _forgetful(nodes[2].receiver))
+        monkeypatch.setattr(nodes[2].receiver, "conclude", _forgetful(nodes[2].receiver))
         began = time.monotonic()
         tasks = [asyncio.create_task(node.run()) for node in nodes]
         await until(lambda: all(n.transactions.accounts.round == 12 for n in nodes[:2]), 20)

@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.descriptors import acceptable_connections
-from quiverfl.peer.files import write_durably
-from quiverfl.peer.identity import KEY
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.roster import ROSTER, Roster
+from quiverfl.peer.accounts.disk import write_durably
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.doctor import acceptable_connections
+from quiverfl.peer.link.identity import KEY, ROSTER, Roster
 
 from .swarm import Options, Swarm, build, make_folders
 from .test_life import ENDLESS, finish, until
@@ -98,7 +97,7 @@ def test_a_roster_and_a_key_that_cannot_be_read_for_a_moment(tmp_path: Path) -> 
             shutil.move(folders[0] / name, folders[0] / f"{name}.away")
         for node in nodes:
             for sender in node.neighbours.senders.values():
-                await sender.contact.disconnect()
+                await sender.link.disconnect()
         counts = [node.metrics.counts["transfers"] for node in nodes]
         await until(
             lambda: all(
@@ -108,7 +107,7 @@ def test_a_roster_and_a_key_that_cannot_be_read_for_a_moment(tmp_path: Path) -> 
         )
         (folders[0] / ROSTER).write_text("not a roster [")
         await nodes[0].neighbours.tell({"peer-1"})
-        assert nodes[0]._roster.refresh().names == ["peer-0", "peer-1"]
+        assert nodes[0].ctx.roster.refresh().names == ["peer-0", "peer-1"]
         assert not any(task.done() for task in tasks)
         await finish(*nodes, tasks=tasks)
 

@@ -14,15 +14,14 @@ import psutil
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import wire
-from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.connection import open_channel
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.joining import join_store
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.manifest import Manifest
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.wire import SERVICE, Join, Model, Order
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.context import Agreement
+from quiverfl.peer.link import wire
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.link import open_channel
+from quiverfl.peer.link.messages import Manifest
+from quiverfl.peer.link.wire import SERVICE, Join, Model, Order
+from quiverfl.peer.setup import join_store
 
 from .swarm import Options, Quadratic, Swarm, make_folders
 from .test_fairness import greeted
@@ -67,13 +66,13 @@ def test_only_who_may_join_gets_the_model(folders: list[Path]) -> None:
             assert "in the run already" in await refusal(ask(old))
             assert "in the run already" in await refusal(ask(new))
             assert "another run" in await refusal(ask(new, agreement="0" * 64))
-            handler = node._service()._handler
-            await handler.obey(Order(action="evict", peer="peer-1"))
+            handler = node.service
+            await handler.handle_order(Order(action="evict", peer="peer-1"))
             assert "old store stays outside" in await refusal(ask(old))
             assert "in another's name" in await refusal(ask(new, sender="peer-2"))
             header = wire.decode(Model, await ask(new).read())  # it comes back with a new store
             assert header.nbytes == 4 * SIZE
-            await handler.obey(Order(action="evict", peer="peer-1", ban=True))
+            await handler.handle_order(Order(action="evict", peer="peer-1", ban=True))
             for token in (old, new, "3" * 16):
                 assert "was banned" in await refusal(ask(token))
             assert "was banned" in (await caller.hello(incarnation=new)).refusal

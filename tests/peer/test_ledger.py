@@ -8,27 +8,39 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import ledger
-from quiverfl.peer.audit import audit
-from quiverfl.peer.ledger import PUSH_FLOOR, UNIT, Accounts, Link, Share, Transfer, Verdict
+from quiverfl.peer.accounts import ledger
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.ledger import (
+    PUSH_FLOOR,
+    UNIT,
+    Accounts,
+    LinkRecord,
+    Share,
+    Transfer,
+    Verdict,
+)
 
 from .network import SimulatedNetwork
 
 
 def test_three_receivers_get_a_quarter_each_and_the_remainder_stays_home() -> None:
-    shares = ledger.portions(10, {"b": 1, "c": 1, "d": 1}, home=1)
+    shares = ledger.divide_units(10, {"b": 1, "c": 1, "d": 1}, home=1)
     assert shares == {"b": 2, "c": 2, "d": 2}  # 4 stay
 
 
-def test_unequal_weights_become_whole_parts() -> None:
-    parts = ledger.as_parts({"home": 0.5, "b": 0.25, "c": 0.25})
+def test_unequal_weights_become_integer_weights() -> None:
+    parts = ledger.integer_weights({"home": 0.5, "b": 0.25, "c": 0.25})
     assert parts == {"home": UNIT // 2, "b": UNIT // 4, "c": UNIT // 4}
     home = parts.pop("home")
-    assert ledger.portions(1000, parts, home) == {"b": 250, "c": 250}
+    assert ledger.divide_units(1000, parts, home) == {"b": 250, "c": 250}
 
 
 def test_equal_weights_are_one_part_each() -> None:
-    assert ledger.as_parts({"home": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"home": 1, "b": 1, "c": 1}
+    assert ledger.integer_weights({"home": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {
+        "home": 1,
+        "b": 1,
+        "c": 1,
+    }
 
 
 @given(
@@ -37,7 +49,7 @@ def test_equal_weights_are_one_part_each() -> None:
     home=st.integers(1, UNIT),
 )
 def test_portions_never_exceed_what_there_is(units: int, parts: dict[str, int], home: int) -> None:
-    shares = ledger.portions(units, parts, home)
+    shares = ledger.divide_units(units, parts, home)
     assert all(share >= 0 for share in shares.values())
     assert sum(shares.values()) <= units
 
@@ -57,32 +69,32 @@ def _transfer(seq: int, digest: str = "d", units: int = 5) -> Transfer:
     ],
 )
 def test_a_transfer_is_judged_by_its_number(seq: int, digest: str, verdict: Verdict) -> None:
-    accounts = Accounts("b", UNIT, links={"a": Link(received=3, digest="d")})
-    assert ledger.judge(accounts, {}, _transfer(seq, digest)) is verdict
+    accounts = Accounts("b", UNIT, links={"a": LinkRecord(received=3, digest="d")})
+    assert ledger.judge_transfer(accounts, {}, _transfer(seq, digest)) is verdict
 
 
 def test_a_staged_transfer_is_not_taken_twice() -> None:
     accounts = Accounts("b", UNIT)
     staged = {"a": _transfer(1)}
-    assert ledger.judge(accounts, staged, _transfer(1)) is Verdict.STAGED
-    assert ledger.judge(accounts, staged, _transfer(1, "other")) is Verdict.STALE
-    assert ledger.judge(accounts, staged, _transfer(2)) is Verdict.GAP
+    assert ledger.judge_transfer(accounts, staged, _transfer(1)) is Verdict.STAGED
+    assert ledger.judge_transfer(accounts, staged, _transfer(1, "other")) is Verdict.STALE
+    assert ledger.judge_transfer(accounts, staged, _transfer(2)) is Verdict.GAP
 
 
 def test_a_refusal_is_remembered() -> None:
-    accounts = ledger.bury(Accounts("b", UNIT), _transfer(1), "not finite")
+    accounts = ledger.refuse(Accounts("b", UNIT), _transfer(1), "not finite")
     assert accounts.units == UNIT
-    assert ledger.judge(accounts, {}, _transfer(1)) is Verdict.REFUSED
+    assert ledger.judge_transfer(accounts, {}, _transfer(1)) is Verdict.REFUSED
 
 
 def test_a_link_carries_one_unacknowledged_share() -> None:
     accounts = ledger.push(Accounts("a", UNIT), 0, {"b": Share(7, "d", 0.0)})
-    assert not ledger.free(accounts, "b")
+    assert not ledger.is_free(accounts, "b")
     with pytest.raises(QuiverError, match="not free"):
         ledger.push(accounts, 1, {"b": Share(7, "e", 0.0)})
     outbox = accounts.outbox["b"]
     accounts = ledger.acknowledge(accounts, outbox)
-    assert ledger.free(accounts, "b")
+    assert ledger.is_free(accounts, "b")
     assert ledger.acknowledge(accounts, outbox) == accounts  # a second ack changes nothing
 
 
@@ -91,7 +103,7 @@ def test_a_refund_brings_the_mass_back() -> None:
     assert accounts.units == UNIT - 7
     accounts = ledger.absorb(accounts, [], [accounts.outbox["b"]])
     assert accounts.units == UNIT
-    assert ledger.free(accounts, "b")
+    assert ledger.is_free(accounts, "b")
     with pytest.raises(QuiverError, match="outbox"):
         ledger.absorb(accounts, [], [Transfer("a", "b", 1, 0, 7, "d", 0.0)])
 
@@ -100,7 +112,7 @@ def test_a_peer_that_hears_nothing_stops_dividing_its_mass() -> None:
     accounts = Accounts("a", UNIT, arrived=False)
     pushes = 0
     while ledger.may_push(accounts):
-        share = ledger.portions(accounts.units, {"b": 1}, 1)["b"]
+        share = ledger.divide_units(accounts.units, {"b": 1}, 1)["b"]
         accounts = ledger.push(accounts, pushes, {"b": Share(share, "d", 0.0)})
         accounts = ledger.acknowledge(accounts, accounts.outbox["b"])
         pushes += 1
@@ -111,34 +123,34 @@ def test_a_peer_that_hears_nothing_stops_dividing_its_mass() -> None:
 
 
 def test_eviction_writes_off_and_a_new_store_starts_anew() -> None:
-    accounts = ledger.meet(Accounts("a", UNIT), "b", "first")
+    accounts = ledger.register_store(Accounts("a", UNIT), "b", "first")
     accounts = ledger.push(accounts, 0, {"b": Share(7, "d", 0.0)})
     with pytest.raises(QuiverError, match="another store"):
-        ledger.meet(accounts, "b", "second")
+        ledger.register_store(accounts, "b", "second")
     accounts = ledger.evict(accounts, "b")
     assert accounts.written_off == 7
     assert not accounts.outbox
     transfer = Transfer("b", "a", 1, 0, 3, "d", 0.0)
-    assert ledger.judge(accounts, {}, transfer) is Verdict.GONE
+    assert ledger.judge_transfer(accounts, {}, transfer) is Verdict.GONE
     with pytest.raises(QuiverError, match="evicted"):
-        ledger.meet(accounts, "b", "first")
-    accounts = ledger.meet(accounts, "b", "second")
-    assert ledger.free(accounts, "b")
-    assert ledger.judge(accounts, {}, transfer) is Verdict.PROCEED
+        ledger.register_store(accounts, "b", "first")
+    accounts = ledger.register_store(accounts, "b", "second")
+    assert ledger.is_free(accounts, "b")
+    assert ledger.judge_transfer(accounts, {}, transfer) is Verdict.PROCEED
 
 
 def test_meeting_a_neighbour_keeps_the_share_that_waits_for_it() -> None:
     accounts = ledger.push(Accounts("a", UNIT), 0, {"b": Share(7, "d", 0.0)})
-    met = ledger.meet(accounts, "b", "first")
+    met = ledger.register_store(accounts, "b", "first")
     assert met.outbox == accounts.outbox
     assert met.link("b").sent == 1
 
 
 def test_a_leaving_neighbour_gets_nothing_new_but_is_still_heard() -> None:
-    accounts = ledger.part_from(Accounts("a", UNIT), "b")
-    assert not ledger.free(accounts, "b")
+    accounts = ledger.close_link(Accounts("a", UNIT), "b")
+    assert not ledger.is_free(accounts, "b")
     transfer = Transfer("b", "a", 1, 0, 3, "d", 0.0)
-    assert ledger.judge(accounts, {}, transfer) is Verdict.PROCEED
+    assert ledger.judge_transfer(accounts, {}, transfer) is Verdict.PROCEED
 
 
 class AnySchedule(RuleBasedStateMachine):

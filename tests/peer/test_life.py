@@ -16,20 +16,18 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
-from quiverfl.cli.peer_demo import make_swarm
 from quiverfl.errors import QuiverError
-from quiverfl.peer import identity
-from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.audit import audit
-from quiverfl.peer.connection import RestoredBackup, Unreachable, open_channel
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.joining import join_store
-from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.context import Agreement
+from quiverfl.peer.folder import make_swarm
+from quiverfl.peer.link import identity
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.link import RestoredBackup, Unreachable, open_channel
+from quiverfl.peer.link.wire import Order
 from quiverfl.peer.node import Node
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.setup import assemble
-from quiverfl.peer.wire import Order
+from quiverfl.peer.setup import assemble, join_store
 
 from .swarm import Options, Quadratic, build, make_folders
 from .test_refusals import address
@@ -65,10 +63,10 @@ def test_a_finished_peer_does_not_end_before_a_busy_one_knows(tmp_path: Path) ->
     async def scenario() -> None:
         options = Options(size=5, rounds=2, neighbours=1, mode="sync", linger=20.0)
         nodes = [build(folder, options) for folder in folders]
-        contact = nodes[0].neighbours.senders["peer-1"].contact
-        honest = contact.hello
+        contact = nodes[0].neighbours.senders["peer-1"].link
+        honest = contact.greet
 
-        async def hello(timeout: float | None = None) -> Any:
+        async def greet(timeout: float | None = None) -> Any:
             nonlocal tried
             if nodes[0].finished:
                 await until(lambda: "peer-1" in nodes[0].neighbours.done)
@@ -77,7 +75,7 @@ def test_a_finished_peer_does_not_end_before_a_busy_one_knows(tmp_path: Path) ->
                     raise Unreachable("DEADLINE_EXCEEDED: busy")
             return await honest(timeout)
 
-        contact.hello = hello  # type: ignore[method-assign]
+        contact.greet = greet  # type: ignore[method-assign]
         await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 60)
         for node in nodes:
             node.store.close()
@@ -143,12 +141,12 @@ def test_a_lost_peer_is_evicted_and_joins_with_a_new_store(tmp_path: Path) -> No
         await until(lambda: all(node.transactions.accounts.round > 3 for node in nodes))
         await finish(nodes[2], tasks=tasks[2:])
         shutil.rmtree(folders[2] / "store")  # its disk is lost
-        handlers = [node._service()._handler for node in nodes[:2]]
+        handlers = [node.service for node in nodes[:2]]
         for handler in handlers:
-            answer = await handler.obey(Order(action="evict", peer="peer-2"))
+            answer = await handler.handle_order(Order(action="evict", peer="peer-2"))
             assert answer["evicted"] == "peer-2"
         with pytest.raises(QuiverError, match="another member"):
-            await handlers[0].obey(Order(action="evict", peer="nobody"))
+            await handlers[0].handle_order(Order(action="evict", peer="nobody"))
         learner = Quadratic(2, 50)
         agreement = Agreement("test", "peer-2", "c" * 64, learner.manifest)
         roster = Roster.read(folders[2] / ROSTER)
@@ -159,7 +157,7 @@ def test_a_lost_peer_is_evicted_and_joins_with_a_new_store(tmp_path: Path) -> No
         store.close()
         back = build(folders[2], ENDLESS)
         task = asyncio.create_task(back.run())
-        await until(lambda: back.metrics.counts["transfers"] > 3 and back.receiver.heard)
+        await until(lambda: back.metrics.counts["transfers"] > 3 and back.receiver.rounds)
         await finish(*nodes[:2], back, tasks=[*tasks[:2], task])
 
     asyncio.run(scenario())
@@ -221,14 +219,14 @@ def test_a_key_is_rotated_in_mid_run(tmp_path: Path) -> None:
         nodes = [build(folder, ENDLESS) for folder in folders]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
         await until(lambda: all(node.transactions.accounts.round > 2 for node in nodes))
-        key = identity.issue(tmp_path / "authority", "peer-1", tmp_path / "fresh")
+        key = identity.issue_certificate(tmp_path / "authority", "peer-1", tmp_path / "fresh")
         for folder in folders:
             roster.with_key("peer-1", key).write(folder / ROSTER)
         for name in (identity.KEY, identity.CERTIFICATE):
             shutil.copy(tmp_path / "fresh" / name, folders[1] / name)
         for node in nodes:  # as if the network had hiccuped: everybody connects anew
             for sender in node.neighbours.senders.values():
-                await sender.contact.disconnect()
+                await sender.link.disconnect()
         counts = [node.metrics.counts["transfers"] for node in nodes]
         await until(
             lambda: all(
@@ -281,7 +279,7 @@ def test_an_hour_between_clocks_stops_nobody(
     monkeypatch.setattr(identity, "SLACK", usual - datetime.timedelta(hours=1))
     folders = make_folders(tmp_path, 2)
     monkeypatch.setattr(identity, "SLACK", usual + datetime.timedelta(hours=1))  # and one behind
-    identity.issue(tmp_path / "authority", "late", tmp_path / "late")
+    identity.issue_certificate(tmp_path / "authority", "late", tmp_path / "late")
 
     async def scenario() -> None:
         options = Options(size=50, rounds=3, neighbours=1, mode="sync", linger=5.0)
@@ -299,7 +297,7 @@ def test_an_hour_between_clocks_stops_nobody(
 
 def test_an_expired_certificate_is_not_answered(tmp_path: Path) -> None:
     folders = make_folders(tmp_path, 2)
-    identity.issue(tmp_path / "authority", "peer-1", tmp_path / "expired", days=-0.5)
+    identity.issue_certificate(tmp_path / "authority", "peer-1", tmp_path / "expired", days=-0.5)
 
     async def scenario() -> None:
         node = build(folders[0], Options(size=50, rounds=0, neighbours=1, linger=60.0))
@@ -350,7 +348,7 @@ def test_metrics_are_served_on_loopback_only(tmp_path: Path) -> None:
 
     metrics = PeerMetrics()
     metrics.add("sent_bytes", 17)
-    metrics.refused("gap")
+    metrics.count_refusal("gap")
     port = free_ports(1)[0]
     server = serve_metrics(f"127.0.0.1:{port}", metrics, lambda: [Sample("mass", 0.5)])
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()

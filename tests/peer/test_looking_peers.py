@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.engine.splitting import seen_alone, splitting
+from quiverfl.engine.checks.peers import choose_message_split, seen_alone
 from quiverfl.errors import QuiverError
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.manifest import Manifest
-from quiverfl.peer.schema import read_statement
-from quiverfl.topologies.view import Looks, View
-from quiverfl.transforms.chosen import Transforms
-from quiverfl.transforms.coding import Coding, Origin
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.link.messages import Manifest
+from quiverfl.topologies.reports import ReportSpec, ReportView
+from quiverfl.transforms import Transforms
+from quiverfl.transforms.codec import MessageCodec, Origin
 
 from .swarm import make_folders
 from .test_methods import node_on, play_peers, same_as_simulated, same_states, simulated
@@ -79,11 +79,11 @@ def test_what_was_told_is_remembered_over_restarts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("topology", RULES, ids=lambda topology: topology.name)
 def test_nobody_needs_to_know_what_others_were_told(topology: Any) -> None:
     """A column of the graph is a function of that client's own row of the view."""
-    chance, looks = np.random.default_rng(0), topology.looks
+    chance, looks = np.random.default_rng(0), topology.reports
     told = chance.normal(size=(4, 4, looks.width)).astype(np.float32)
     told[chance.random((4, 4)) < 0.3] = np.nan
     heard = chance.integers(-1, 5, size=(4, 4)).astype(np.int32)
-    view = View(looks, told, heard, (heard + 1).astype(np.int32))
+    view = ReportView(looks, told, heard, (heard + 1).astype(np.int32))
     for round in range(5):
         whole, alone = topology(round, view), seen_alone(topology)(round, view)
         assert (whole.sparse.toarray() == alone.sparse.toarray()).all()
@@ -105,22 +105,25 @@ def test_async_peers_choose_too(tmp_path: Path) -> None:
 def test_what_is_told_goes_before_the_message() -> None:
     message = {"u": np.arange(100, dtype=np.float32)}
     said, origin = np.array([1.5, np.nan], dtype=np.float32), Origin(0, 0)
-    coding = Coding(qv.TopK(fraction=1.0), seed=0)
-    for manifest in (Manifest.of(message, told=2), Manifest.of(message, coding=coding, told=2)):
-        payload = manifest.telling(said) + manifest.pack(message)
-        assert manifest.allows(len(payload))
-        assert not manifest.allows(len(payload) - 8)
-        np.testing.assert_array_equal(manifest.told_by(payload), said)
+    coding = MessageCodec(qv.TopK(fraction=1.0), seed=0)
+    for manifest in (
+        Manifest.of(message, report_size=2),
+        Manifest.of(message, coding=coding, report_size=2),
+    ):
+        payload = manifest.pack_report(said) + manifest.pack(message)
+        assert manifest.allows_size(len(payload))
+        assert not manifest.allows_size(len(payload) - 8)
+        np.testing.assert_array_equal(manifest.unpack_report(payload), said)
         np.testing.assert_array_equal(manifest.unpack(payload, origin)["u"], message["u"])
         assert manifest.hash != Manifest.of(message, coding=manifest.coding).hash
 
 
 def test_a_receivers_choice_is_refused() -> None:
-    def pull(round: int, view: View) -> Any:
+    def pull(round: int, view: ReportView) -> Any:
         return qv.random_pull(clients=4, neighbors=1, seed=0)(round)
 
-    topology = qv.custom(pull, 4, looks=Looks(loss=True))
+    topology = qv.custom(pull, 4, reports=ReportSpec(loss=True))
     with pytest.raises(QuiverError, match="in which senders choose"):
-        splitting(qv.OSGP(), topology, 3)
+        choose_message_split(qv.OSGP(), topology, 3)
     with pytest.raises(QuiverError, match="in which senders choose"):
         simulated(qv.OSGP(), topology, torch.float32, arithmetic="peers")

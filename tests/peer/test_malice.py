@@ -1,6 +1,7 @@
 """One malicious member among honest peers: they finish, and their mass stays theirs.
 
-docs/threat-model.md says what each way comes to, and where the books cannot tell who it was.
+docs/explanation/threat-model.md says what each way comes to, and where the records cannot tell who
+it was.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quiverfl.peer import signing
-from quiverfl.peer.audit import audit
-from quiverfl.peer.audit_report import Report
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.manifest import finite
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.audit import AuditReport, audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.folder import Outcome
+from quiverfl.peer.link.identity import ROSTER, Roster
+from quiverfl.peer.link.messages import is_finite
 from quiverfl.peer.node import Node
-from quiverfl.peer.peer_settings import Outcome
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
 
 from .malice import TOLD_BY_THE_BOOKS, WAYS, Way
 from .swarm import Options, build, make_folders
@@ -53,10 +53,10 @@ def beside(way: Way, folders: Sequence[Path], options: Options) -> list[tuple[No
     return asyncio.run(scenario())
 
 
-def audited(folders: Sequence[Path]) -> Report:
+def audited(folders: Sequence[Path]) -> AuditReport:
     roster = Roster.read(folders[0] / ROSTER)
     books = [read_statement(folder / "store") for folder in folders]
-    return audit(books, genuine=signing.checked_by(roster))
+    return audit(books, is_genuine=signing.signature_check(roster))
 
 
 def check(name: str, folders: Sequence[Path], options: Options) -> None:
@@ -67,7 +67,7 @@ def check(name: str, folders: Sequence[Path], options: Options) -> None:
         assert node.transactions.accounts.round == options.rounds
         assert not outcome.stopped
         assert set(node.transactions.accounts.outbox) <= {culprit}
-        assert finite(node.transactions.memory.message)
+        assert is_finite(node.transactions.memory.message)
     alone = audited(folders[:-1])  # theirs alone: what came from it and went to it is signed
     assert alone.passed, alone.problems
     assert (alone.error, alone.culprits) == (0, [])
@@ -93,7 +93,7 @@ def _distance(one: Node, other: Node) -> float:
 
 
 ROUNDS = Options(size=20, rounds=100, seconds=0.0, deadline=2.0, linger=6.0)
-ASYNC = replace(ROUNDS, mode="async", settings={"pause": 0.05})
+ASYNC = replace(ROUNDS, mode="async", settings={"round_interval": 0.05})
 SYNC = replace(ROUNDS, mode="sync")
 
 

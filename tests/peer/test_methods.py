@@ -14,23 +14,22 @@ import torch
 from torch import nn
 
 import quiverfl as qv
+from quiverfl.engine.checks.peers import choose_message_split
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.splitting import splitting
 from quiverfl.errors import QuiverError
-from quiverfl.peer.agreement import Agreement, Limits
-from quiverfl.peer.audit import audit
-from quiverfl.peer.audit_report import Report
-from quiverfl.peer.joining import create_store
+from quiverfl.peer.accounts.audit import AuditReport, audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.accounts.store import NoStore, Store, Trace
+from quiverfl.peer.context import Agreement, Limits, PeerContext
+from quiverfl.peer.folder import Settings
 from quiverfl.peer.learner import ShardLearner
-from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.link.identity import ROSTER, Roster
 from quiverfl.peer.node import Node
-from quiverfl.peer.peer_settings import Settings
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.store import NoStore, Store, Trace
+from quiverfl.peer.setup import create_store
 from quiverfl.topologies import Topology
-from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms import PLAIN, Transforms
 from small import (
     AWAY,
     METHODS,
@@ -67,10 +66,10 @@ def node_on(
     roster = Roster.read(folder / ROSTER)
     number, task = roster.number(folder.name), tiny_task()
     settings = RunSettings(rounds=ROUNDS, dtype=dtype, executor="sequential", threads=1)
-    data = tiny_data(SIZES[: topology.clients]).only([number])
+    data = tiny_data(SIZES[: topology.clients]).select([number])
     private = transforms.privacy if isinstance(transforms.privacy, qv.DPSGD) else None
     shard = Shard(task, data, method, TRAINING, settings, clients=[number], private=private)
-    learner = ShardLearner(shard, task, method, transforms, topology.clients, topology.looks)
+    learner = ShardLearner(shard, task, method, transforms, topology.clients, topology.reports)
     agreement = Agreement(roster.run, folder.name, "c" * 64, learner.manifest)
     try:
         store = Store.open(folder / "store", trace)
@@ -81,21 +80,12 @@ def node_on(
         mode=mode,
         linger=20.0,
         bind=roster.member(folder.name).address,
-        copies=splitting(method, topology, ROUNDS) == "copies",
+        copies=choose_message_split(method, topology, ROUNDS) == "copies",
         rule=transforms.robustness,
     )
     lines: list[dict[str, Any]] = []
-    node = Node(
-        learner,
-        topology,
-        store,
-        folder,
-        agreement,
-        how,
-        Limits(retry_cap=2.0),
-        record=lines.append,
-        trace=trace,
-    )
+    ctx = PeerContext.open(folder, store, agreement, Limits(retry_cap=2.0), trace)
+    node = Node(ctx, learner, topology, how, lines.append)
     node.lines = lines  # type: ignore[attr-defined]
     return node
 
@@ -104,7 +94,7 @@ def node_on(
 class Played:
     nodes: list[Node]
     states: list[Any]
-    report: Report
+    report: AuditReport
     first: float  # the mean loss on the training data before the first round
 
     def field(self, name: str) -> torch.Tensor:
@@ -136,7 +126,7 @@ def play_peers(
 
 
 def training_loss(node: Node) -> float:
-    model, split = TinyModel().double(), tiny_data().train.only([node.number])
+    model, split = TinyModel().double(), tiny_data().train.select([node.number])
     leaves = {name: torch.from_numpy(leaf).double() for name, leaf in node.learner.model().items()}
     model.load_state_dict(leaves)
     return nn.functional.cross_entropy(model(split.x.double()), split.y).item()
@@ -246,7 +236,7 @@ class WeightedGossip(qv.Method[GossipState]):
     topology = "random_regular"
 
     def init(self, task: qv.Task, start: qv.Start) -> GossipState:
-        point, samples = start.point, torch.tensor(float(start.samples), dtype=torch.float64)
+        point, samples = start.params, torch.tensor(float(start.samples), dtype=torch.float64)
         return GossipState(*point, torch.zeros_like(point.shared), samples)
 
     def phases(self, task: qv.Task) -> tuple[Any, ...]:
@@ -254,8 +244,8 @@ class WeightedGossip(qv.Method[GossipState]):
             qv.Train(
                 part="whole",
                 epochs=1,
-                point=self.personal,
-                absorb=lambda state, t: state._replace(u=t.shared, v=t.personal),
+                params=self.personal,
+                update=lambda state, t: state._replace(u=t.shared, v=t.personal),
                 keep_optimizer=True,
             ),
         )
@@ -268,8 +258,8 @@ class WeightedGossip(qv.Method[GossipState]):
         m_u = 0.5 * state.m_u + (mean - state.u)
         return state._replace(u=state.u + m_u, m_u=m_u)
 
-    def personal(self, state: GossipState) -> qv.Point:
-        return qv.Point(state.u, state.v)
+    def personal(self, state: GossipState) -> qv.Params:
+        return qv.Params(state.u, state.v)
 
 
 def test_a_restart_in_the_middle_of_a_round_merges_once(tmp_path: Path) -> None:
@@ -389,11 +379,11 @@ def test_every_method_learns_on_every_graph_without_waiting(
 
 
 def test_every_method_is_carried_or_refused() -> None:
-    """No method is left out of the tables above, nor of the one in docs/peers.md."""
+    """No method is left out of the tables above, nor of the one in docs/reference/peers.md."""
     tried = {method.name for method in DECENTRALIZED}
     refused = {method.name for method, _ in METHODS if method.topology == "star"}
     assert tried | refused == set(qv.METHODS)
-    text = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "peers.md").read_text()
     table = text[text.index("| method | `sync` | `async` |") :].split("\n\n")[0]
     for row in table.splitlines()[2:]:
         named = set(re.findall(r"`([a-z]+)`", row.split("|")[1])) & set(qv.METHODS)
@@ -405,21 +395,29 @@ def test_every_method_is_carried_or_refused() -> None:
 @pytest.mark.parametrize("method", [m for m, _ in METHODS if m.topology == "star"], ids=repr)
 def test_server_methods_are_refused(method: Any) -> None:
     with pytest.raises(QuiverError, match=r"needs a server, and peers have none\. Use dfedavgm"):
-        splitting(method, REGULAR(6), 3)
+        choose_message_split(method, REGULAR(6), 3)
 
 
 def test_what_peers_cannot_carry_is_said() -> None:
     with pytest.raises(QuiverError, match=r"'star' has a server, .*use random_push"):
-        splitting(qv.DFedAvgM(), qv.star(clients=6, sampled=2, seed=0), 3)
+        choose_message_split(qv.DFedAvgM(), qv.star(clients=6, sampled=2, seed=0), 3)
     with pytest.raises(QuiverError, match=r"method\.delay = 2: .*Set delay = 0"):
-        splitting(qv.OSGP(delay=2), PUSH(6), 3)
+        choose_message_split(qv.OSGP(delay=2), PUSH(6), 3)
     with pytest.raises(QuiverError, match="every row of the mixing matrix must sum to 1"):
-        splitting(qv.DFedAvgM(), PUSH(6), 3)
+        choose_message_split(qv.DFedAvgM(), PUSH(6), 3)
     turning = qv.custom(lambda t: (PUSH if t == 3 else PULL)(6)(t), 6)
     with pytest.raises(QuiverError, match="in round 3 the rows of the mixing matrix do not sum"):
-        splitting(qv.OSGP(), turning, 5)
-    assert splitting(qv.OSGP(), PUSH(6), 3) == splitting(qv.DFedAvgM(), REGULAR(6), 3) == "shares"
-    assert splitting(qv.OSGP(), PULL(6), 3) == splitting(qv.DFedAvgM(), PULL(6), 3) == "copies"
+        choose_message_split(qv.OSGP(), turning, 5)
+    assert (
+        choose_message_split(qv.OSGP(), PUSH(6), 3)
+        == choose_message_split(qv.DFedAvgM(), REGULAR(6), 3)
+        == "shares"
+    )
+    assert (
+        choose_message_split(qv.OSGP(), PULL(6), 3)
+        == choose_message_split(qv.DFedAvgM(), PULL(6), 3)
+        == "copies"
+    )
 
 
 def test_the_simulation_refuses_what_peers_do() -> None:

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from quiverfl.cli.peer_demo import Demo, write_report
-from quiverfl.cli.peer_status import status_rows
-from quiverfl.peer import ledger
-from quiverfl.peer.audit import audit
-from quiverfl.peer.ledger import UNIT, Transfer
-from quiverfl.peer.manifest import Manifest, total
-from quiverfl.peer.schema import read_statement
+from quiverfl.cli.peer_owner import format_status
+from quiverfl.peer.accounts import ledger
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT, Transfer
+from quiverfl.peer.accounts.store import NoStore, Store
+from quiverfl.peer.accounts.transactions import Transactions
+from quiverfl.peer.link.messages import Manifest, sum_message
+from quiverfl.peer.link.wire import Order
 from quiverfl.peer.setup import assemble
-from quiverfl.peer.store import NoStore, Store
-from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import Order
 
 from .swarm import Options, Swarm, build, make_folders
 from .test_life import ENDLESS, finish, until
@@ -61,7 +61,7 @@ def test_a_denied_share_is_tried_again_ever_more_rarely(tmp_path: Path) -> None:
         learner = nodes[0].learner
         await nodes[0].transactions.push(0, learner.message(), learner.rest(), {"peer-1": 1}, 1)
         other = Transfer("peer-0", "peer-1", 1, 0, 5, "f" * 64, 0.0)
-        await nodes[1].transactions.bury(other, "not finite")
+        await nodes[1].transactions.refuse(other, "not finite")
         tasks = [asyncio.create_task(node.run()) for node in nodes]
         await until(lambda: nodes[0].metrics.counts["retries"] >= 2)
         await asyncio.sleep(3.0)
@@ -78,10 +78,10 @@ def test_a_refused_share_whose_receiver_is_evicted_is_written_off(tmp_path: Path
     transactions = Transactions(store, manifest)
 
     async def scenario() -> None:
-        await transactions.meet("b", "first store")
+        await transactions.register_store("b", "first store")
         refused = (await transactions.push(0, U, V, {"b": 1}, 1))[0]
         await transactions.evict("b")
-        share = Transfer("c", "a", 1, 0, 8, hashlib.sha256(b"").hexdigest(), total(U))
+        share = Transfer("c", "a", 1, 0, 8, hashlib.sha256(b"").hexdigest(), sum_message(U))
         await transactions.absorb([(share, U)], [refused], finish=True)
 
     asyncio.run(scenario())
@@ -105,7 +105,7 @@ def test_an_eviction_forgets_the_refund_that_was_due(tmp_path: Path) -> None:
         )[0]
         sender = nodes[0].neighbours.senders["peer-1"]
         sender.refund = refused
-        await nodes[0]._service()._handler.obey(Order(action="evict", peer="peer-1"))
+        await nodes[0].service.handle_order(Order(action="evict", peer="peer-1"))
         assert sender.refund is None
         for node in nodes:
             node.store.close()
@@ -168,7 +168,7 @@ def test_status_is_written_for_people() -> None:
         "absent": ["north"],
         "problems": {"south": "no answer"},
     }
-    assert list(status_rows(found)) == [
+    assert list(format_status(found)) == [
         ("state", "waiting"),
         ("round", "12"),
         ("mass", "1.0833"),

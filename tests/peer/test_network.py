@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from quiverfl.peer.audit import audit
-from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.link.identity import ROSTER, Roster
 from quiverfl.peer.node import Node
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
 
 from .proxy import Proxy
 from .swarm import Options, build, make_folders

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import signing
-from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.audit import audit
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.joining import join_store
-from quiverfl.peer.notices import EACH, Notices
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.transactions import evict_at_rest
-from quiverfl.peer.wire import Notice, Order
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.transactions import evict_offline
+from quiverfl.peer.changes import MAX_STATEMENTS, open_eviction_log
+from quiverfl.peer.context import Agreement
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.wire import EvictionNotice, Order
+from quiverfl.peer.setup import join_store
 
 from .swarm import Quadratic, build, make_folders
 from .test_life import ENDLESS, finish, until
@@ -28,33 +27,33 @@ from .test_rollback import started
 AGREED, STORE = "a" * 64, "2" * 16
 
 
-def signed(folder: Path, by: str, **changes: object) -> Notice:
+def signed(folder: Path, by: str, **changes: object) -> EvictionNotice:
     values = {"by": by, "about": "peer-2", "store": STORE, **changes}
-    return signing.notice(Identity.read(folder), AGREED, Notice(**values))
+    return signing.sign_statement(Identity.read(folder), AGREED, EvictionNotice(**values))
 
 
 def test_a_majority_of_the_others_decides(tmp_path: Path) -> None:
     folders = make_folders(tmp_path, 4)
     roster = Roster.read(folders[0] / ROSTER)
-    notices = Notices(AGREED, [])
+    notices = open_eviction_log(AGREED, [])
     assert notices.hash == ""
     assert notices.add(signed(folders[0], "peer-0"), roster)
-    assert notices.add(signed(folders[0], "peer-0"), roster) is None  # said already
+    assert notices.add(signed(folders[0], "peer-0"), roster) == ""  # said already
     assert notices.add(signed(folders[2], "peer-2"), roster)  # about itself: counts for nothing
-    assert notices.add(signed(folders[0], "peer-1"), roster) is None  # in another's name
-    assert notices.add(Notice(by="peer-1", about="peer-2", store=STORE), roster) is None
+    assert notices.add(signed(folders[0], "peer-1"), roster) == ""  # in another's name
+    assert notices.add(EvictionNotice(by="peer-1", about="peer-2", store=STORE), roster) == ""
     assert list(notices.decided(roster.names)) == []
     body = notices.add(signed(folders[1], "peer-1", ban=True), roster)
-    assert body is not None
+    assert body
     assert list(notices.decided(roster.names)) == [("peer-2", STORE, False)]  # not to ban it
     assert notices.add(signed(folders[3], "peer-3", ban=True), roster)
     assert list(notices.decided(roster.names))[-1] == ("peer-2", STORE, True)
-    kept = [notice.model_dump_json() for notice in notices.everything().notices]
-    assert Notices(AGREED, kept).hash == notices.hash
-    for number in range(2 * EACH):  # nobody fills another's disk
+    kept = [notice.model_dump_json() for notice in notices.statements()]
+    assert open_eviction_log(AGREED, kept).hash == notices.hash
+    for number in range(2 * MAX_STATEMENTS):  # nobody fills another's disk
         notices.add(signed(folders[0], "peer-0", store=f"{number:016x}"), roster)
-    written = [n for n in notices.everything().notices if n.by == "peer-0"]
-    assert len(written) == EACH
+    written = [n for n in notices.statements() if n.by == "peer-0"]
+    assert len(written) == MAX_STATEMENTS
 
 
 def test_who_was_away_hears_of_an_eviction_before_it_trades(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_who_was_away_hears_of_an_eviction_before_it_trades(tmp_path: Path) -> N
         await finish(*nodes[2:], tasks=tasks[2:])
         shutil.rmtree(folders[2] / "store")
         for node in nodes[:2]:
-            await node._service()._handler.obey(Order(action="evict", peer="peer-2"))
+            await node.service.handle_order(Order(action="evict", peer="peer-2"))
         learner = Quadratic(2, 20)
         agreement = Agreement("test", "peer-2", "c" * 64, learner.manifest)
         roster = Roster.read(folders[2] / ROSTER)
@@ -83,7 +82,7 @@ def test_who_was_away_hears_of_an_eviction_before_it_trades(tmp_path: Path) -> N
 
     asyncio.run(scenario())
     statements = [read_statement(folder / "store") for folder in folders]
-    report = audit(statements, genuine=signing.checked_by(Roster.read(folders[0] / ROSTER)))
+    report = audit(statements, is_genuine=signing.signature_check(Roster.read(folders[0] / ROSTER)))
     assert report.passed, report.problems
 
 
@@ -95,10 +94,10 @@ def test_an_evicted_store_hears_it_and_stops(tmp_path: Path) -> None:
         nodes, tasks = map(list, zip(*(started(folder) for folder in folders), strict=True))
         await until(lambda: all(node.transactions.accounts.round > 3 for node in nodes))
         await finish(*nodes[1:], tasks=tasks[1:])
-        await nodes[0]._service()._handler.obey(Order(action="evict", peer="peer-2"))
-        evict_at_rest(folders[1] / "store", "peer-2")
+        await nodes[0].service.handle_order(Order(action="evict", peer="peer-2"))
+        evict_offline(folders[1] / "store", "peer-2")
         second, second_task = started(folders[1])  # signs what was done while it did not run
-        await until(lambda: len(nodes[0].neighbours.notices.everything().notices) == 2)
+        await until(lambda: len(nodes[0].neighbours.evictions.statements()) == 2)
         evicted = build(folders[2], replace(ENDLESS, size=20, neighbours=1))
         with pytest.raises(QuiverError, match="most others have evicted this store"):
             await asyncio.wait_for(evicted.run(), 20)

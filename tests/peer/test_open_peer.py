@@ -10,13 +10,13 @@ import pytest
 
 import quiverfl as qv
 from quiverfl.errors import QuiverError
-from quiverfl.results.html_report import write_report
+from quiverfl.results.report.page import write_report
 from quiverfl.results.run_files import read_run
-from quiverfl.run_folder import RunFolder
+from quiverfl.runs.folder import RunFolder
 
 from .test_commands import RUN, prepare
 
-PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "peers.md"
 
 
 async def both(folders: list[Path]) -> list[qv.Peer]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.peer_folder import PeerFolder
-from quiverfl.peer.roster import DIALS_OUT, Roster
+from quiverfl.peer.folder import PeerFolder
+from quiverfl.peer.link.identity import DIALS_OUT, Roster
 from quiverfl.peer.setup import assemble
 
 from .test_commands import prepare, quiver

@@ -16,11 +16,10 @@ import quiverfl as qv
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
-from quiverfl.peer.identity import Identity
+from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.learner import ShardLearner
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.manifest import Manifest
-from quiverfl.peer.packing import EVEN, LIKE, OWN, WHOLE, packed, unpacked
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.messages import EVEN, LIKE, OWN, WHOLE, Manifest, pack_sparse, unpack_sparse
 from small import TRAINING, tiny_data, tiny_task
 
 from .test_refusals import PAYLOAD, SIZE, Caller, address, folders, running
@@ -33,9 +32,9 @@ LEAVES = st.lists(arrays(np.float32, st.integers(0, 40), elements=NUMBERS), max_
 
 @given(LEAVES)
 def test_what_is_packed_comes_out_again(leaves: list[np.ndarray]) -> None:
-    payload = packed(leaves)
+    payload = pack_sparse(leaves)
     assert len(payload) <= sum(leaf.nbytes + 1 for leaf in leaves)
-    found = unpacked(payload, [(leaf.dtype, len(leaf)) for leaf in leaves])
+    found = unpack_sparse(payload, [(leaf.dtype, len(leaf)) for leaf in leaves])
     assert all(np.array_equal(a, b) for a, b in zip(leaves, found, strict=True))
 
 
@@ -45,7 +44,7 @@ def test_a_mask_and_what_it_keeps() -> None:
     mask[[1, 4, 5]] = 0.25
     kept[[1, 5]] = 3, -2  # one that is kept is zero
     other = np.arange(1, 4, dtype="<f8")
-    payload = packed([mask, kept, other, other[:0]])
+    payload = pack_sparse([mask, kept, other, other[:0]])
     expected = bytes([OWN | EVEN, 0b00110010]) + bytes(7) + np.float32(0.25).tobytes()
     expected += bytes([LIKE, 0, 0]) + np.array([3, 0, -2], dtype="<f4").tobytes()
     expected += bytes([WHOLE]) + other.tobytes() + bytes([WHOLE])
@@ -55,7 +54,7 @@ def test_a_mask_and_what_it_keeps() -> None:
 def test_a_dispfl_message_takes_what_its_method_says() -> None:
     """Shares of it too: a scaled mask is still one number and its places."""
     method, task = qv.DisPFL(epochs=1, density=0.5), tiny_task()
-    data = tiny_data().only([2])
+    data = tiny_data().select([2])
     shard = Shard(task, data, method, TRAINING, RunSettings(rounds=3), clients=[2])
     learner = ShardLearner(shard, task, method)
     assert learner.manifest.sparse
@@ -74,25 +73,25 @@ def test_a_dispfl_message_takes_what_its_method_says() -> None:
     ("payload", "reason"),
     [
         (b"", "ends 1 bytes early"),
-        (bytes([3, 0]), "way 3: there is none"),
+        (bytes([3, 0]), "format 3, which does not exist"),
         (bytes([WHOLE, 0, 0]), "ends 14 bytes early"),
         (bytes([WHOLE | EVEN, 0, 0, 0, 0]), "fewer than two places"),
         (bytes([OWN, 0b10000]), "beyond the end"),
         (bytes([OWN | EVEN, 0b1, 0, 0, 0, 0]), "fewer than two places"),
-        (bytes([LIKE, 0, 0]), "like number 0, which is not"),
+        (bytes([LIKE, 0, 0]), "like 0, which does not exist"),
         (bytes([OWN, 0, 9]), "1 bytes too many"),
     ],
 )
 def test_bytes_that_are_no_message_are_refused(payload: bytes, reason: str) -> None:
     with pytest.raises(QuiverError, match=reason):
-        unpacked(payload, [(np.dtype("<f4"), 4)])
+        unpack_sparse(payload, [(np.dtype("<f4"), 4)])
 
 
 def test_mutated_payloads_are_arrays_or_an_error() -> None:
     chance = random.Random(0)
     mask = np.zeros(64, dtype="<f4")
     mask[::3] = 0.5
-    payload = packed([mask, mask * np.arange(64, dtype="<f4"), np.ones(3, dtype="<f8")])
+    payload = pack_sparse([mask, mask * np.arange(64, dtype="<f4"), np.ones(3, dtype="<f8")])
     kinds = [(np.dtype("<f4"), 64), (np.dtype("<f4"), 64), (np.dtype("<f8"), 3)]
     refused = 0
     for _ in range(5000):
@@ -101,7 +100,7 @@ def test_mutated_payloads_are_arrays_or_an_error() -> None:
             mutant[chance.randrange(len(mutant))] = chance.randrange(256)
         cut = mutant[: chance.randrange(len(mutant) + 1)] if chance.random() < 0.3 else mutant
         try:
-            assert [len(leaf) for leaf in unpacked(cut, kinds)] == [64, 64, 3]
+            assert [len(leaf) for leaf in unpack_sparse(cut, kinds)] == [64, 64, 3]
         except QuiverError:
             refused += 1
     assert refused > 1000
@@ -122,7 +121,7 @@ def test_a_share_that_is_no_message_goes_back(folders: list[Path]) -> None:
             assert (reply.word, reply.reason) == ("refused", "not a message")
             few = np.zeros(SIZE, dtype="<f4")
             few[7] = 2.5
-            good = packed([few])
+            good = pack_sparse([few])
             assert len(good) < len(PAYLOAD)
             assert (await caller.push(payload=good, seq=2)).word == "applied"
             assert node.transactions.accounts.units == UNIT + UNIT // 4

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.cli.peer_demo import make_swarm
-from quiverfl.peer.peer_folder import PeerFolder
+from quiverfl.peer.folder import PeerFolder, make_swarm
 from quiverfl.peer.setup import assemble
-from quiverfl.transforms.chosen import Transforms
+from quiverfl.transforms import Transforms
 from quiverfl.transforms.noise import Noise
 
 from .swarm import make_folders

@@ -14,16 +14,16 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quiverfl.peer import identity, signing, wire
-from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.audit import audit
-from quiverfl.peer.connection import open_channel
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT, Transfer
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT, Transfer
+from quiverfl.peer.context import Agreement
+from quiverfl.peer.link import identity, wire
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.link import open_channel
+from quiverfl.peer.link.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply, Voucher
 from quiverfl.peer.node import Node
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply, Voucher
 
 from .swarm import Options, build, make_folders
 
@@ -98,7 +98,7 @@ class Caller:
             names = ("sender", "receiver", "seq", "round", "units", "digest")
             transfer = Transfer(*(values[name] for name in names), 0.0)
             agreed, stores = values["agreement"], (values["incarnation"], self.met)
-            values["proof"] = signing.proof(self.papers, "share", transfer, agreed, stores)
+            values["proof"] = signing.sign_transfer(self.papers, "share", transfer, agreed, stores)
         return Announcement(**values)
 
     async def push(
@@ -106,7 +106,7 @@ class Caller:
     ) -> Reply:
         """The last word of the peer on this transfer."""
         first = wire.encode(self.announcement(payload, **changes))
-        return await self.raw(first, list(wire.frames(payload)) if frames is None else frames)
+        return await self.raw(first, list(wire.split_frames(payload)) if frames is None else frames)
 
     async def raw(self, first: bytes, frames: list[bytes]) -> Reply:
         call = self.channel.stream_stream(f"/{SERVICE}/Push")()
@@ -138,9 +138,9 @@ def address(folder: Path) -> str:
 
 def test_who_is_not_known_is_not_answered(tmp_path: Path, folders: list[Path]) -> None:
     identity.create_authority(tmp_path / "other", "test")
-    identity.issue(tmp_path / "other", "peer-1", tmp_path / "forged")
-    identity.issue(tmp_path / "authority", "stranger", tmp_path / "stranger")
-    identity.issue(tmp_path / "authority", "peer-1", tmp_path / "second-key")
+    identity.issue_certificate(tmp_path / "other", "peer-1", tmp_path / "forged")
+    identity.issue_certificate(tmp_path / "authority", "stranger", tmp_path / "stranger")
+    identity.issue_certificate(tmp_path / "authority", "peer-1", tmp_path / "second-key")
     forged = Identity.read(tmp_path / "forged")
     genuine = Identity.read(folders[1])
 
@@ -214,7 +214,7 @@ def test_greetings_of_another_run_are_refused(folders: list[Path]) -> None:
             assert node.transactions.accounts == before
             old = caller.channel.unary_unary(f"/{SERVICE}/Hello")
             answer = wire.decode(Greeting, await old(b'{"protocol": 1, "run": "test"}', timeout=5))
-            assert "speaks protocol 1, this peer protocol 2 or 3" in answer.refusal
+            assert "speaks protocol 1, this peer protocol 3" in answer.refusal
             greeting = await caller.hello()
             assert greeting.hello is not None
             other = await caller.hello(incarnation="2" * 16)
@@ -231,7 +231,7 @@ def test_transfers_that_are_refused_change_nothing(folders: list[Path]) -> None:
             assert (await caller.push()).reason.startswith("stranger")
             await caller.hello()
             before = node.transactions.accounts
-            good = list(wire.frames(PAYLOAD))
+            good = list(wire.split_frames(PAYLOAD))
             damaged = [good[0][:-1] + bytes([good[0][-1] ^ 1])]
             larger = np.arange(SIZE + 1, dtype="<f4").tobytes()
             for reply, word, reason in [
@@ -240,7 +240,7 @@ def test_transfers_that_are_refused_change_nothing(folders: list[Path]) -> None:
                 (await caller.push(agreement="0" * 64), "denied", "agreement"),
                 (await caller.push(incarnation="9" * 16), "denied", "incarnation"),
                 (await caller.push(payload=larger), "denied", "size"),
-                (await caller.push(frames=list(wire.frames(larger))), "denied", "more bytes"),
+                (await caller.push(frames=list(wire.split_frames(larger))), "denied", "more bytes"),
                 (await caller.push(seq=3), "denied", "gap"),
                 (await caller.push(frames=[]), "retry", "ended early"),
                 (await caller.push(frames=[good[0][:50]]), "retry", "damaged"),

@@ -11,10 +11,10 @@ import torch
 
 import quiverfl as qv
 from quiverfl.errors import QuiverError
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.schema import read_statement
-from quiverfl.transforms.adversary import attackers
-from quiverfl.transforms.chosen import Transforms
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.transforms import Transforms
+from quiverfl.transforms.attacks import choose_attackers
 
 from .test_methods import ONE_PULL, play_peers, same_as_simulated, simulated
 from .test_swarm import crash_and_compare, swarm
@@ -60,7 +60,7 @@ def test_sync_peers_refuse_what_their_simulation_refuses(
     assert not torch.equal(trusting._shard.state.u, played.field("u"))
     if not played.nodes[0].settings.copies:
         assert played.report.refunded > 0
-        (bad,) = attackers(transforms.adversary, 0, topology.clients)
+        (bad,) = choose_attackers(transforms.adversary, 0, topology.clients)
         for node in played.nodes:
             received = read_statement(node.store.folder).received
             refused = {line.transfer.sender for line in received if line.refusal}
@@ -74,7 +74,7 @@ def test_async_peers_send_back_what_they_do_not_take(tmp_path: Path) -> None:
     played = play_peers(tmp_path, method, TWO, torch.float64, "async", NEAR)
     assert played.report.passed, played.report.problems
     assert played.report.units == 3 * UNIT
-    (bad,) = attackers(FLIPS, 0, 3)
+    (bad,) = choose_attackers(FLIPS, 0, 3)
     lines = [read_statement(node.store.folder) for node in played.nodes]
     taken = [r for one in lines for r in one.received if r.transfer.sender == f"peer-{bad}"]
     assert all(r.refusal == "robustness: balance" for r in taken)
@@ -84,7 +84,7 @@ def test_async_peers_send_back_what_they_do_not_take(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_crash_around_what_is_sent_back_changes_nothing_at_all(swarm) -> None:
     """Nothing is taken in one run; in the other some is, and some is sent back."""
-    for gamma, kind in ((0.5, "bury"), (1.42, "absorb")):
+    for gamma, kind in ((0.5, "refuse"), (1.42, "absorb")):
         rule = qv.Balance(gamma=gamma, kappa=0.0)
         points = [f"{when} {kind} commit" for when in ("before", "after")]
         crash_and_compare(swarm, points, settings={"rule": rule})

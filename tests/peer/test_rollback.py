@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from quiverfl.peer import signing
-from quiverfl.peer.connection import RestoredBackup
-from quiverfl.peer.identity import Identity
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.link import RestoredBackup
 from quiverfl.peer.node import Node
 
 from .swarm import build, make_folders
@@ -95,7 +95,7 @@ def test_nobody_else_can_say_that_a_store_is_old(tmp_path: Path) -> None:
         store, agreed = node.store.meta("incarnation"), node.agreement.hash
         for folder, refused in ((folders[1], False), (folders[0], True)):
             papers = Identity.read(folder)
-            clock = signing.clock(papers, agreed, "peer-0", store, pushes=7)
+            clock = signing.sign_clock(papers, agreed, "peer-0", store, pushes=7)
             greeting = await caller.hello(clocks=[clock])
             assert ("restored from a backup" in greeting.refusal) is refused
         await caller.channel.close()

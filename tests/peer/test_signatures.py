@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
-from quiverfl.peer import signing
-from quiverfl.peer.audit import audit
-from quiverfl.peer.audit_report import Report
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.statement import Entry, Received, Sent, Statement
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.audit import AuditReport, audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT, Entry, Received, Sent, Statement
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
 
 from .swarm import Options, build, make_folders
 from .test_life import until
@@ -42,11 +39,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-def checked(folders: list[Path], change: Callable[[dict[str, Statement]], None]) -> Report:
+def checked(folders: list[Path], change: Callable[[dict[str, Statement]], None]) -> AuditReport:
     statements = {folder.name: read_statement(folder / "store") for folder in folders}
     change(statements)
     roster = Roster.read(folders[0] / ROSTER)
-    return audit(statements.values(), genuine=signing.checked_by(roster))
+    return audit(statements.values(), is_genuine=signing.signature_check(roster))
 
 
 def test_every_share_and_every_receipt_is_signed(finished: list[Path]) -> None:
@@ -157,10 +154,10 @@ def test_what_a_dropped_key_signed_stays_signed(finished: list[Path]) -> None:
     roster.write(finished[0].parent / "rotated.toml")
     again = Roster.read(finished[0].parent / "rotated.toml")
     statements = [read_statement(folder / "store") for folder in finished]
-    assert audit(statements, genuine=signing.checked_by(again)).passed
+    assert audit(statements, is_genuine=signing.signature_check(again)).passed
     transfer = statements[0].received[0].transfer
     assert transfer.sender == "peer-1"
-    assert not signing.holds(
+    assert not signing.check_signature(
         again, "share", transfer, statements[0].agreement
     )  # but it is not let in
 
@@ -200,7 +197,7 @@ def test_a_receipt_that_is_not_signed_is_not_believed(
     async def scenario() -> None:
         options = Options(size=20, neighbours=1)
         nodes = [build(folder, options) for folder in folders]
-        monkeypatch.setattr(nodes[1].receiver, "_receipt", lambda word, transfer: "")
+        monkeypatch.setattr(nodes[1].receiver, "_sign_receipt", lambda word, transfer: "")
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(node.run()) for node in nodes]
         await until(lambda: "receipt" in nodes[0].status()["problems"].get("peer-1", ""))
         assert nodes[0].transactions.accounts.outbox["peer-1"].seq == 1

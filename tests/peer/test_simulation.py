@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quiverfl.cli.peer_demo import make_swarm
-from quiverfl.experiment import Experiment
-from quiverfl.peer.audit import audit
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.peer import Peer
-from quiverfl.peer.peer_folder import PeerFolder
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.setup import configuration, restored_learner
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.api import Peer
+from quiverfl.peer.folder import PeerFolder, make_swarm
+from quiverfl.peer.setup import load_peer_config, restore_learner
 from quiverfl.results.groups import group_runs
 from quiverfl.results.run_files import find_runs, read_run
+from quiverfl.runs.experiment import Experiment
 
 from .swarm import CONTEXT
 
@@ -81,10 +80,10 @@ def test_sync_peers_equal_quiver_run_with_their_arithmetic(
     """Processes with momentum for rounds in which rounding would show; the same run.toml."""
     folders = configured(tmp_path / "swarm", peers, rounds, changes)
     run_processes({folder.own.name: folder for folder in folders}, 120)
-    config = configuration(folders[0]).with_values([("run.arithmetic", "peers")])
+    config = load_peer_config(folders[0]).with_values([("run.arithmetic", "peers")])
     run = Experiment.of(config).run(tmp_path / "simulated")
     for folder in folders:
-        found, expected = restored_learner(folder), run._shard.state
+        found, expected = restore_learner(folder), run._shard.state
         for name, leaf in found._shard.state._asdict().items():
             assert torch.equal(leaf[0], getattr(expected, name)[folder.number]), name
         seen = read_run(folder.path / "run")
@@ -108,7 +107,7 @@ def test_sync_peers_equal_quiver_run_with_their_arithmetic(
 
 def test_without_their_arithmetic_the_two_part_at_rounding(tmp_path: Path) -> None:
     """What the option is for: a matrix product rounds once where peers round every share."""
-    config = configuration(configured(tmp_path / "swarm", 3, 1, {})[0])
+    config = load_peer_config(configured(tmp_path / "swarm", 3, 1, {})[0])
     states = []
     for arithmetic in ("matrix", "peers"):
         values = [("run.arithmetic", arithmetic), ("run.executor", "sequential")]

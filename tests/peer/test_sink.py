@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quiverfl.peer.audit import audit
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.learner import mutual_neighbours
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.schema import read_statement
 from quiverfl.topologies import directed_ring, random_push, ring
 
 from .swarm import Options, build, make_folders
@@ -23,7 +23,7 @@ def test_a_sink_does_not_drain_the_honest(tmp_path: Path, monkeypatch: pytest.Mo
 
     async def scenario() -> None:
         nodes = [build(folder, Options(size=20, seconds=0.005)) for folder in folders]
-        monkeypatch.setattr(nodes[2].neighbours, "free", lambda peer: False)
+        monkeypatch.setattr(nodes[2].neighbours, "is_free", lambda peer: False)
         honest = nodes[:2]
         tasks = [asyncio.create_task(node.run()) for node in nodes]
         await until(lambda: all(n.transactions.accounts.round > 100 for n in honest), 60)

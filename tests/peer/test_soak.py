@@ -16,18 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quiverfl.peer import signing
-from quiverfl.peer.audit import audit
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
 from quiverfl.peer.metrics import JsonLines, Log
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.schema import read_statement
 
 from .swarm import Options, Swarm, build, in_memory, make_folders
 
 FIXED, A_ROUND, A_SHARE = 12_000_000, 300, 600
-"""docs/operations.md: bytes of the books in all, and for each round and each share."""
+"""docs/how-to/operate-peers.md: bytes of the books in all, and for each round and each share."""
 
 
 def bound(rounds: int, shares: int) -> int:
@@ -62,14 +61,14 @@ async def play(folders: list[Path], rounds: int) -> None:
                 if peer != name:
                     share = other.transactions.accounts.outbox[name]
                     pair = (stores[peer], stores[name])
-                    proof = signing.proof(papers[peer], "share", share, agreed, pair)
+                    proof = signing.sign_transfer(papers[peer], "share", share, agreed, pair)
                     body = node.agreement.manifest.unpack(other.store.payload(share.digest))
                     receipts.append((replace(share, proof=proof), body))
             await node.transactions.absorb(receipts, [], finish=True)
         for name, node in nodes.items():
             for peer, share in list(node.transactions.accounts.outbox.items()):
                 pair = (stores[name], stores[peer])
-                proof = signing.proof(papers[peer], "applied", share, agreed, pair)
+                proof = signing.sign_transfer(papers[peer], "applied", share, agreed, pair)
                 await node.transactions.acknowledge(replace(share, proof=proof))
     assert all(not node.transactions.accounts.outbox for node in nodes.values())
     for node in nodes.values():
@@ -77,8 +76,8 @@ async def play(folders: list[Path], rounds: int) -> None:
 
 
 def check_books(folders: list[Path], rounds: int) -> None:
-    genuine = signing.checked_by(Roster.read(folders[0] / ROSTER))
-    report = audit([read_statement(folder / "store") for folder in folders], genuine=genuine)
+    is_genuine = signing.signature_check(Roster.read(folders[0] / ROSTER))
+    report = audit([read_statement(folder / "store") for folder in folders], is_genuine=is_genuine)
     assert report.passed, report.problems
     assert report.units == len(folders) * UNIT
     for folder in folders:
@@ -141,7 +140,7 @@ def test_ten_minutes_of_churn(tmp_path: Path) -> None:
     """
     seconds = float(os.environ.get("QUIVER_SOAK_SECONDS", "600"))
     chance = random.Random(1)
-    options = Options(size=100_000, seconds=0.05, settings={"pause": 0.05})
+    options = Options(size=100_000, seconds=0.05, settings={"round_interval": 0.05})
     swarm = Swarm(tmp_path, 6, options)
     names = list(swarm.folders)
     steady, unsteady = names[:3], names[3:]

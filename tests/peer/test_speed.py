@@ -11,14 +11,14 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quiverfl.memory import keep_freed_memory
-from quiverfl.peer import signing, wire
-from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.identity import Identity
-from quiverfl.peer.ledger import UNIT, Transfer
-from quiverfl.peer.manifest import Manifest
-from quiverfl.peer.roster import ROSTER, Roster
-from quiverfl.peer.wire import SERVICE, Reply
+from quiverfl.peer.accounts import signing
+from quiverfl.peer.accounts.ledger import UNIT, Transfer
+from quiverfl.peer.context import Agreement
+from quiverfl.peer.link import wire
+from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.messages import Manifest
+from quiverfl.peer.link.wire import SERVICE, Reply
+from quiverfl.support.environment import keep_freed_memory
 
 from .swarm import Options, Swarm
 from .test_refusals import Caller
@@ -45,7 +45,7 @@ async def _rate(swarm: Swarm, payload: bytes, seqs: range) -> float:
         started = time.perf_counter()
         await call.write(first)
         assert wire.decode(Reply, await call.read()).word == "proceed"
-        for frame in wire.frames(payload):
+        for frame in wire.split_frames(payload):
             await call.write(frame)
         assert wire.decode(Reply, await call.read()).word == "staged"
         best = max(best, len(payload) / (time.perf_counter() - started) / 1e6)
@@ -82,7 +82,9 @@ def _signing(folder: Path) -> float:
         started = time.perf_counter()
         for word, ends in (("share", ("peer-1", "peer-0")), ("applied", ("peer-0", "peer-1"))):
             transfer = Transfer(*ends, seq, 0, UNIT // 100, "d" * 64, 0.0)
-            proof = signing.proof(papers, word, transfer, agreed, stores)
-            assert signing.holds(roster, word, replace(transfer, proof=proof), agreed, *stores)
+            proof = signing.sign_transfer(papers, word, transfer, agreed, stores)
+            assert signing.check_signature(
+                roster, word, replace(transfer, proof=proof), agreed, *stores
+            )
         found.append(time.perf_counter() - started)
     return min(found)

@@ -6,9 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
-from quiverfl.peer.audit import audit
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.node import Node
-from quiverfl.peer.schema import read_statement
 
 from .swarm import Options, build, make_folders
 from .test_life import finish, until

@@ -16,16 +16,14 @@ import numpy as np
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import ledger
-from quiverfl.peer.audit import audit
-from quiverfl.peer.files import StoreError
-from quiverfl.peer.ledger import UNIT, Accounts, Share, Transfer
-from quiverfl.peer.manifest import Manifest, magnitude, scaled, total
-from quiverfl.peer.schema import read_statement
-from quiverfl.peer.statement import Entry
-from quiverfl.peer.store import Memory, Store
-from quiverfl.peer.transactions import Transactions
-from quiverfl.peer.wire import Clock
+from quiverfl.peer.accounts import ledger
+from quiverfl.peer.accounts.audit import audit
+from quiverfl.peer.accounts.disk import StoreError, read_statement
+from quiverfl.peer.accounts.ledger import UNIT, Accounts, Entry, Share, Transfer
+from quiverfl.peer.accounts.store import Memory, Store
+from quiverfl.peer.accounts.transactions import Transactions
+from quiverfl.peer.link.messages import Manifest, scale_message, sum_magnitudes, sum_message
+from quiverfl.peer.link.wire import Clock
 
 U = {"u": np.arange(1, 9, dtype=np.float32)}
 V = {"v": np.full(3, 7.0, dtype=np.float32)}
@@ -36,7 +34,7 @@ class Crash(Exception):
 
 
 def create(folder: Path, trace=lambda point: None) -> Store:
-    entry = Entry("start", 0, UNIT, UNIT, 0, total(U), 0.0, 0.0, 0.0, magnitude(U))
+    entry = Entry("start", 0, UNIT, UNIT, 0, sum_message(U), 0.0, 0.0, 0.0, sum_magnitudes(U))
     return Store.create(folder, Accounts("a", UNIT), Memory(U, V), entry, "agreed", trace)
 
 
@@ -44,13 +42,22 @@ def push(store: Store) -> None:
     """Half to b, as the runtime does it."""
     accounts = store.accounts()
     message = store.memory().message
-    share = scaled(message, 1, 2)
+    share = scale_message(message, 1, 2)
     payload = Manifest.of(share).pack(share)
     digest = hashlib.sha256(payload).hexdigest()
-    units = ledger.portions(accounts.units, {"b": 1}, 1)["b"]
-    after = ledger.push(accounts, accounts.round, {"b": Share(units, digest, total(share))})
+    units = ledger.divide_units(accounts.units, {"b": 1}, 1)["b"]
+    after = ledger.push(accounts, accounts.round, {"b": Share(units, digest, sum_message(share))})
     entry = Entry(
-        "push", 0, after.units, 0, units, total(share), 0.0, total(share), 0.0, magnitude(share)
+        "push",
+        0,
+        after.units,
+        0,
+        units,
+        sum_message(share),
+        0.0,
+        sum_message(share),
+        0.0,
+        sum_magnitudes(share),
     )
     store.push(after, Memory(share, V), [after.outbox["b"]], {digest: payload}, entry)
 
@@ -186,7 +193,7 @@ def test_a_read_only_store_is_refused_with_a_sentence(tmp_path: Path) -> None:
     script.write_text(
         "from pathlib import Path\n"
         "from quiverfl.errors import QuiverError\n"
-        "from quiverfl.peer.store import Store\n"
+        "from quiverfl.peer.accounts.store import Store\n"
         f"try: Store.open(Path({str(tmp_path / 's')!r}))\n"
         "except QuiverError as problem: print(problem)\n"
     )
@@ -207,9 +214,9 @@ def test_a_read_only_store_is_refused_with_a_sentence(tmp_path: Path) -> None:
 def test_the_same_transfer_cannot_be_booked_twice(tmp_path: Path) -> None:
     store = create(tmp_path / "s")
     transfer = Transfer("b", "a", 1, 0, 5, "d", 0.0)
-    store.bury(ledger.bury(store.accounts(), transfer, "not finite"), transfer, "not finite")
+    store.refuse(ledger.refuse(store.accounts(), transfer, "not finite"), transfer, "not finite")
     with pytest.raises(StoreError):
-        store.bury(store.accounts(), transfer, "not finite")
+        store.refuse(store.accounts(), transfer, "not finite")
 
 
 def test_a_restored_backup_is_caught_by_the_audit(tmp_path: Path) -> None:
@@ -233,14 +240,14 @@ def test_a_restored_backup_is_caught_by_the_audit(tmp_path: Path) -> None:
 
 def test_eviction_files_the_past_under_another_name(tmp_path: Path) -> None:
     store = create(tmp_path / "s")
-    store.update(ledger.meet(store.accounts(), "b", "first"))
+    store.update(ledger.register_store(store.accounts(), "b", "first"))
     push(store)
     outbox = store.accounts().outbox["b"]
     store.evict(ledger.evict(store.accounts(), "b"), "b", outbox)
     report = audit([read_statement(tmp_path / "s")])
     assert report.passed
     assert report.written_off == UNIT // 2
-    store.update(ledger.meet(store.accounts(), "b", "second"))
+    store.update(ledger.register_store(store.accounts(), "b", "second"))
     push(store)  # number 1 again, to the new store
     assert store.accounts().outbox["b"].seq == 1
     assert audit([read_statement(tmp_path / "s")]).passed
@@ -251,10 +258,10 @@ def test_a_share_of_a_peer_evicted_meanwhile_is_not_merged(tmp_path: Path) -> No
     store = create(tmp_path / "s")
     transactions = Transactions(store, Manifest.of(U))
     payload = Manifest.of(U).pack(U)
-    share = Transfer("b", "a", 1, 0, UNIT // 2, hashlib.sha256(payload).hexdigest(), total(U))
+    share = Transfer("b", "a", 1, 0, UNIT // 2, hashlib.sha256(payload).hexdigest(), sum_message(U))
 
     async def scenario() -> None:
-        await transactions.meet("b", "first store")
+        await transactions.register_store("b", "first store")
         await transactions.evict("b")
         await transactions.absorb([(share, U)], [], finish=True)
 
@@ -272,11 +279,11 @@ def test_news_that_comes_in_the_middle_of_a_commit_does_not_stop_it(
     """Commits run in a thread of their own; greetings with others' clocks come in meanwhile."""
     store = create(tmp_path / "s")
     transactions = Transactions(store, Manifest.of(U))
-    honest = ledger.witness
+    honest = ledger.record_clocks
 
     def hear(peer: str, pushes: int) -> None:
         clock = Clock(peer=peer, store="5" * 16, pushes=pushes, proof=f"{'0' * 66} 0")
-        transactions.witness([clock], lambda _: True)
+        transactions.record_clocks([clock], lambda _: True)
 
     def interrupted(accounts: Accounts, known: Mapping[str, tuple[str, int, str]]) -> Accounts:
         for peer in known:
@@ -286,9 +293,9 @@ def test_news_that_comes_in_the_middle_of_a_commit_does_not_stop_it(
 
     async def scenario() -> None:
         for peer in ("b", "c"):
-            await transactions.meet(peer, "5" * 16)
+            await transactions.register_store(peer, "5" * 16)
         hear("b", 2)
-        monkeypatch.setattr(ledger, "witness", interrupted)
+        monkeypatch.setattr(ledger, "record_clocks", interrupted)
         await transactions.push(0, U, V, {"b": 1}, 1)
         await transactions.absorb([], [], finish=True)
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.store import Store
-from quiverfl.transforms.coding import Coding
+from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.accounts.store import Store
+from quiverfl.transforms.codec import MessageCodec
 from quiverfl.transforms.compression import TopK
 
 from .swarm import Options, Swarm, in_memory
@@ -136,7 +136,7 @@ def test_a_crash_around_commits_acks_and_sends_changes_nothing_at_all(swarm) -> 
     crash_and_compare(swarm, [COMMIT.get(point, point) for point in POINTS])
 
 
-CODED = Coding(TopK(fraction=0.1), seed=3)
+CODED = MessageCodec(TopK(fraction=0.1), seed=3)
 
 
 def test_a_crash_after_the_push_of_coded_shares_changes_nothing_at_all(swarm) -> None:

@@ -13,10 +13,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from quiverfl.cli.peer_watch import page_server, save_page, table_of
+from quiverfl.cli.peer_owner import find_metrics_address, make_page_server, save_page, show_peers
 from quiverfl.errors import QuiverError
-from quiverfl.peer.metrics import PeerMetrics, Sample, serve_metrics
-from quiverfl.peer.watching import Watch, look, source_of, waiting
+from quiverfl.peer.metrics import (
+    MetricsClient,
+    PeerMetrics,
+    Sample,
+    list_waiting,
+    read_metrics,
+    serve_metrics,
+)
 
 from .swarm import free_ports
 
@@ -27,7 +33,7 @@ NASTY = "<script>alert(1)</script>"
 def endpoint(name: str, mass: float, waits: float = 0.0) -> Iterator[str]:
     metrics = PeerMetrics()
     metrics.add("sent_bytes", 2_000_000)
-    metrics.refused(NASTY)
+    metrics.count_refusal(NASTY)
     samples = [
         Sample("peer_info", 1.0, (name, "trial")),
         Sample("state", 1.0, ("training",)),
@@ -50,23 +56,25 @@ def endpoint(name: str, mass: float, waits: float = 0.0) -> Iterator[str]:
 
 def test_a_peer_is_seen_as_its_metrics_say(tmp_path: Path) -> None:
     with endpoint("north", 0.5, waits=42.0) as north, endpoint("south", 1.5) as south:
-        watch = Watch([source_of(north), source_of(south)])
-        peers = watch.look()
+        watch = MetricsClient([find_metrics_address(north), find_metrics_address(south)])
+        peers = watch.read()
         assert [p.name for p in peers] == ["north", "south"]
         assert peers[0].values["mass"] == 0.5
         assert peers[0].scores == {"accuracy": 0.75}
         assert peers[0].refusals == {NASTY: 1.0}
         link = peers[0].links[0]
         assert (link.neighbour, link.given, link.taken) == ("west", 1.5, 1.25)
-        assert [(name, one.waiting_seconds) for name, one in waiting(peers)] == [("north", 42.0)]
-        text = _printed(table_of(peers))
+        assert [(name, one.waiting_seconds) for name, one in list_waiting(peers)] == [
+            ("north", 42.0)
+        ]
+        text = _printed(show_peers(peers))
         assert "7 of 20" in text
         assert "mass that can be seen: 2.000000" in text
         assert "north → west waits for 42 s" in text
-    gone = watch.look()  # both have ended: they keep their names, and what was seen is kept
+    gone = watch.read()  # both have ended: they keep their names, and what was seen is kept
     assert [p.name for p in gone] == ["north", "south"]
     assert all("cannot be seen" in p.problem for p in gone)
-    assert "cannot be seen" in _printed(table_of(gone))
+    assert "cannot be seen" in _printed(show_peers(gone))
     assert len(watch.picture()["past"]["north"]) == 1
 
 
@@ -78,9 +86,9 @@ def _printed(what: object) -> str:
 
 def test_the_page_is_read_only_local_and_takes_nothing_for_markup(tmp_path: Path) -> None:
     with endpoint("north", 0.5) as north:
-        watch = Watch([source_of(north)])
-        watch.look()
-        server = page_server(watch, 0)
+        watch = MetricsClient([find_metrics_address(north)])
+        watch.read()
+        server = make_page_server(watch, 0)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         here = f"127.0.0.1:{server.server_address[1]}"
         try:
@@ -112,5 +120,5 @@ def test_the_page_is_read_only_local_and_takes_nothing_for_markup(tmp_path: Path
 
 def test_what_is_no_peer_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(QuiverError, match=r"neither a peer's folder nor HOST:PORT"):
-        source_of(str(tmp_path))
-    assert "cannot be seen" in look(f"http://127.0.0.1:{free_ports(1)[0]}/metrics").problem
+        find_metrics_address(str(tmp_path))
+    assert "cannot be seen" in read_metrics(f"http://127.0.0.1:{free_ports(1)[0]}/metrics").problem

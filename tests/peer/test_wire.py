@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer import wire
-from quiverfl.peer.manifest import Manifest
-from quiverfl.peer.wire import Announcement, Assembly, Greeting, Hello, Order, Reply, WireError
+from quiverfl.peer.link import wire
+from quiverfl.peer.link.messages import Manifest
+from quiverfl.peer.link.wire import Announcement, Assembly, Greeting, Hello, Order, Reply, WireError
 
 HASH = "a" * 64
 ANNOUNCEMENT = Announcement(
@@ -94,12 +94,12 @@ def _assembled(payload: bytes, frames: list[bytes], digest: str = "") -> bytes:
 
 @given(st.binary(max_size=5000))
 def test_a_payload_survives_the_wire(payload: bytes) -> None:
-    assert _assembled(payload, list(wire.frames(payload))) == payload
+    assert _assembled(payload, list(wire.split_frames(payload))) == payload
 
 
 def test_a_payload_of_several_chunks() -> None:
     payload = bytes(np.arange(300_000, dtype="<f8").tobytes())
-    frames = list(wire.frames(payload))
+    frames = list(wire.split_frames(payload))
     assert len(frames) == 3
     assert _assembled(payload, frames) == payload
     for wrong, kind in [
@@ -135,7 +135,7 @@ def _fuzz(count: int, seed: int) -> None:
     chance = random.Random(seed)
     samples = [(type(m), wire.encode(m)) for m in MESSAGES]
     payload = bytes(range(256)) * 8
-    chunk = next(iter(wire.frames(payload)))
+    chunk = next(iter(wire.split_frames(payload)))
     assembly = Assembly(len(payload), HASH)
     refused = 0
     for number in range(count):

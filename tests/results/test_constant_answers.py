@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quiverfl.results.constant_answers import constant_answer_notes
 from quiverfl.results.groups import Group, group_runs
+from quiverfl.results.report.clients import constant_answer_notes
 from quiverfl.results.run_files import RunResult, read_run
 from run_folders import Recipe, write_run
 

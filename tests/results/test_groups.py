@@ -9,10 +9,10 @@ import pytest
 
 from quiverfl.results import palette
 from quiverfl.results.groups import group_runs
-from quiverfl.results.html_report import page
 from quiverfl.results.palette import Style
+from quiverfl.results.report.page import make_report
 from quiverfl.results.run_files import RunResult, find_runs, read_run
-from quiverfl.results.scores import group_called
+from quiverfl.results.scores import find_group
 from quiverfl.results.tables import comparison_table
 from run_folders import Recipe, write_comparison, write_exact, write_json, write_run
 
@@ -130,9 +130,9 @@ def test_titles_and_their_order_are_those_the_runs_wrote(tmp_path: Path) -> None
     labels = ["BrandNew+", "DFedPGP (PGP)", "Alpha", "zeta"]
     assert [group.label for group in groups] == labels
     assert [row[0].text for row in comparison_table(groups).rows] == labels
-    assert "BrandNew+" in page(groups)
+    assert "BrandNew+" in make_report(groups)
     for name in ("Alpha", "mine:Other"):
-        assert group_called(groups, name) is groups[2]
+        assert find_group(groups, name) is groups[2]
 
 
 def test_two_methods_of_one_title_are_told_apart_by_their_names(tmp_path: Path) -> None:
@@ -142,15 +142,15 @@ def test_two_methods_of_one_title_are_told_apart_by_their_names(tmp_path: Path) 
 
 def test_methods_of_the_paper_keep_their_style_and_others_take_what_is_free() -> None:
     paper = {"fedavg": Style("#0072B2", "s"), "dfedpgp": Style("#D55E00", "o")}
-    assert palette.styles([*paper]) == list(paper.values())
+    assert palette.assign_styles([*paper]) == list(paper.values())
     many = ["a", "fedavg", "b", "dfedpgp", *(f"own{i}" for i in range(26))]
-    given = palette.styles(many)
-    assert given == palette.styles(many)
+    given = palette.assign_styles(many)
+    assert given == palette.assign_styles(many)
     assert (given[1], given[3]) == tuple(paper.values())
     assert len(set(given)) == len(many)
     assert len({style.color for style in given[:13]}) == 13
     assert {style.marker for style in given} <= set(palette.GLYPHS)
-    assert len(palette.styles([f"own{i}" for i in range(400)])) == 400
+    assert len(palette.assign_styles([f"own{i}" for i in range(400)])) == 400
 
 
 def test_a_mean_over_seeds_waits_for_those_under_way_but_not_for_diverged_ones(

@@ -13,18 +13,22 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
-from quiverfl.results.figures import picture, write_figure
+from quiverfl.results.figures import make_figure, save_figure
 from quiverfl.results.groups import Group, group_runs
-from quiverfl.results.mean_ranks import MeanRanks, critical_difference, draw_ranks, ranks, words
-from quiverfl.results.paired import (
+from quiverfl.results.run_files import find_runs
+from quiverfl.results.statistics import (
+    MeanRanks,
+    critical_difference,
+    describe_ranks,
+    draw_ranks,
     holm,
     interval,
     p_value,
     paired_differences,
     power,
+    rank_methods,
     seeds_needed,
 )
-from quiverfl.results.run_files import find_runs
 from run_folders import write_exact
 
 DIFFERENCES = [0.02, 0.05, -0.01, 0.03]
@@ -124,21 +128,21 @@ SCORES = pd.DataFrame(
 
 
 def test_ranks_are_friedmans() -> None:
-    found = ranks(SCORES)
+    found = rank_methods(SCORES)
     assert found is not None
     assert found.methods == ("a", "b", "c")
     assert found.mean == pytest.approx((1.125, 1.875, 3.0))  # one tie
     assert found.p == pytest.approx(stats.friedmanchisquare(*SCORES.to_numpy().T).pvalue)
     assert found.cliques() == [(0, 1), (1, 2)]
-    assert "p = " in words(found)
+    assert "p = " in describe_ranks(found)
 
 
 def test_cases_with_a_gap_are_left_out_and_few_are_not_ranked() -> None:
     holed = SCORES.copy()
     holed.loc[0, "b"] = math.nan
-    assert ranks(holed).cases == 3
-    assert ranks(SCORES[:1]) is None
-    assert ranks(SCORES[["a", "b"]]) is None
+    assert rank_methods(holed).cases == 3
+    assert rank_methods(SCORES[:1]) is None
+    assert rank_methods(SCORES[["a", "b"]]) is None
 
 
 def test_cliques_are_as_long_as_can_be() -> None:
@@ -149,11 +153,11 @@ def test_cliques_are_as_long_as_can_be() -> None:
 
 
 def test_the_picture_names_every_method(tmp_path: Path) -> None:
-    found = ranks(SCORES)
+    found = rank_methods(SCORES)
     assert found is not None
     titles = ["Alpha", "Beta", "Gamma"]
-    figure = picture(lambda axes: draw_ranks(axes, found, titles), width=7, height=3)
-    write_figure(figure, tmp_path / "ranks.svg")
+    figure = make_figure(lambda axes: draw_ranks(axes, found, titles), width=7, height=3)
+    save_figure(figure, tmp_path / "ranks.svg")
     text = (tmp_path / "ranks.svg").read_text()
     assert all(title in text for title in titles)
     assert f"CD = {found.critical:.2f}" in text

@@ -16,12 +16,11 @@ import pytest
 
 from quiverfl.errors import QuiverError
 from quiverfl.results import figures
-from quiverfl.results.curve_data import curves, is_cut, shown_range
+from quiverfl.results.curves import curve_chart, is_cut, make_curves, visible_range
 from quiverfl.results.groups import group_runs
-from quiverfl.results.html import Markup, join, tag
-from quiverfl.results.html_report import notes_of, write_report
-from quiverfl.results.report_charts import curve_chart
-from quiverfl.results.report_clients import client_table
+from quiverfl.results.report.clients import client_table
+from quiverfl.results.report.html import Markup, join_markup, tag
+from quiverfl.results.report.page import list_notes, write_report
 from quiverfl.results.run_files import find_runs
 from run_folders import ALONE, STAR, Recipe, write_comparison, write_exact, write_run
 
@@ -164,11 +163,11 @@ def test_scales_follow_the_later_rounds_where_that_tells_more(tmp_path: Path) ->
         course = [[0.2, 0.2], [0.8, 0.8], *[[last, last]] * 8]
         write_exact(tmp_path / "all" / method, method, 0, course, course)
     groups = group_runs(find_runs([tmp_path / "all"]))
-    drawn = curves(groups, "local", "rounds", "accuracy")
+    drawn = make_curves(groups, "local", "rounds", "accuracy")
     assert is_cut(drawn)
-    assert shown_range(drawn) == (0.94, 0.98)
+    assert visible_range(drawn) == (0.94, 0.98)
     draw = partial(figures.draw_curves, groups=groups, stage="local", late=True)
-    axes = figures.picture(draw).axes[0]
+    axes = figures.make_figure(draw).axes[0]
     assert axes.get_ylim() == pytest.approx((0.938, 0.982))
     assert curve_chart(groups, "local", "rounds", "accuracy")["cut"]
 
@@ -241,7 +240,7 @@ def test_the_asked_stage_comes_first(comparison: tuple[Path, str]) -> None:
 
 
 def notes(*folders: Path) -> str:
-    return " ".join(notes_of(group_runs(find_runs(folders))))
+    return " ".join(list_notes(group_runs(find_runs(folders))))
 
 
 def test_random_pull_is_said_to_be_outside_the_theorem(tmp_path: Path) -> None:
@@ -335,5 +334,5 @@ def test_text_is_escaped_unless_it_is_markup() -> None:
     assert tag("th", class_="a b", aria_label="x", colspan=2, id=None) == (
         '<th class="a b" aria-label="x" colspan="2"></th>'
     )
-    assert join("a&", Markup("&amp;")) == "a&amp;&amp;"
-    assert isinstance(join("a"), Markup)
+    assert join_markup("a&", Markup("&amp;")) == "a&amp;&amp;"
+    assert isinstance(join_markup("a"), Markup)

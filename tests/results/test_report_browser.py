@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM, FLAGS
-from quiverfl.results.html_report import write_report
+from quiverfl.results.report.page import write_report
 from run_folders import write_comparison
 
 pytestmark = [

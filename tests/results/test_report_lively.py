@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from browser import CHROMIUM, Browser
-from quiverfl.results.html_report import write_report
+from quiverfl.results.report.page import write_report
 from run_folders import write_comparison
 
 pytestmark = [

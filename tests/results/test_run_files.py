@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.results.output_files import replace_file
-from quiverfl.results.run_files import find_runs, finish, read_run
+from quiverfl.results.formatting import write_result_file
+from quiverfl.results.run_files import find_runs, finish_history, read_run
 from run_folders import Recipe, history_lines, write_comparison, write_json, write_lines, write_run
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_crashed_before_its_first_round_is_a_run(tmp_path: Path) -> N
     run = read_run(tmp_path)
     assert (run.method, len(run.history), run.done_rounds, run.clients) == ("x", 0, 0, 0)
     assert run.train_counts is None
-    finish(tmp_path)
+    finish_history(tmp_path)
     assert len(read_run(tmp_path).history) == 0
 
 
@@ -167,8 +167,8 @@ def test_lines_of_another_program_are_refused(tmp_path: Path) -> None:
 
 
 def test_replacing_a_file_leaves_nothing_behind(tmp_path: Path) -> None:
-    replace_file(tmp_path / "new" / "file", b"one")
-    replace_file(tmp_path / "new" / "file", b"two")
+    write_result_file(tmp_path / "new" / "file", b"one")
+    write_result_file(tmp_path / "new" / "file", b"two")
     assert (tmp_path / "new" / "file").read_bytes() == b"two"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
 
@@ -176,8 +176,8 @@ def test_replacing_a_file_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(QuiverError, match="taken cannot be written"):
-        replace_file(tmp_path / "taken", b"one")
+        write_result_file(tmp_path / "taken", b"one")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
     (tmp_path / "file").write_bytes(b"one")
     with pytest.raises(QuiverError, match="cannot be written"):
-        replace_file(tmp_path / "file" / "below", b"two")
+        write_result_file(tmp_path / "file" / "below", b"two")

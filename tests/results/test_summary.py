@@ -10,8 +10,13 @@ import pandas as pd
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.summary import by_client, client_scores, spread, summarize
+from quiverfl.results.summary import (
+    EvaluationProtocol,
+    client_frame,
+    client_scores,
+    describe_spread,
+    summarize,
+)
 
 
 def frame(stage: str, table: list[list[float]], metric: str = "accuracy") -> pd.DataFrame:
@@ -75,7 +80,9 @@ def test_a_stage_nobody_was_tested_at_is_absent() -> None:
 @pytest.mark.parametrize(("clients", "worst"), [(1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
 def test_the_worst_tenth_is_rounded_up_to_whole_clients(clients: int, worst: int) -> None:
     scores = pd.Series(np.arange(clients)[::-1] / clients)
-    assert spread(scores, "accuracy")["worst10"] == pytest.approx(np.arange(worst).mean() / clients)
+    assert describe_spread(scores, "accuracy")["worst10"] == pytest.approx(
+        np.arange(worst).mean() / clients
+    )
 
 
 def test_regression_is_judged_by_the_lowest_loss_and_its_worst_are_the_highest() -> None:
@@ -96,12 +103,12 @@ def test_the_first_of_equally_good_rounds_is_the_best_one() -> None:
 
 
 def test_weights_move_the_mean_and_the_choice_of_the_best_round() -> None:
-    values = by_client(frame("local", [[0.0, 0.9], [0.5, 0.1]]), "local", "accuracy")
+    values = client_frame(frame("local", [[0.0, 0.9], [0.5, 0.1]]), "local", "accuracy")
     weights = pd.Series([9, 1])
     assert client_scores(values, "best", "accuracy").tolist() == [0.0, 0.9]
     best = client_scores(values, "best", "accuracy", weights)
     assert best.tolist() == [0.5, 0.1]
-    assert spread(best, "accuracy", weights)["mean"] == pytest.approx(0.46)
+    assert describe_spread(best, "accuracy", weights)["mean"] == pytest.approx(0.46)
 
 
 def test_costs_are_totals_and_the_busiest_node_is_a_maximum() -> None:
@@ -127,7 +134,9 @@ def test_a_summary_is_plain_json() -> None:
 
 
 def test_no_scores_have_no_spread() -> None:
-    assert all(math.isnan(v) for v in spread(pd.Series([float("nan")]), "accuracy").values())
+    assert all(
+        math.isnan(v) for v in describe_spread(pd.Series([float("nan")]), "accuracy").values()
+    )
 
 
 def test_a_protocol_says_in_one_sentence_which_accuracy_it_is() -> None:

@@ -14,13 +14,18 @@ import pytest
 from rich.console import Console
 
 from quiverfl.errors import QuiverError
-from quiverfl.results import numbers, table_formats
+from quiverfl.results import formatting as numbers
+from quiverfl.results import formatting as table_formats
 from quiverfl.results.groups import Group, group_runs
-from quiverfl.results.paired import paired_differences
 from quiverfl.results.run_files import find_runs
-from quiverfl.results.scores import comparison, rounds_to_target
-from quiverfl.results.tables import comparison_table, difference_table, target_table
-from quiverfl.results.terminal import print_comparison
+from quiverfl.results.scores import compare_groups, rounds_to_target
+from quiverfl.results.statistics import paired_differences
+from quiverfl.results.tables import (
+    comparison_table,
+    difference_table,
+    print_comparison,
+    target_table,
+)
 from run_folders import ALONE, STAR, Recipe, write_exact, write_json, write_run
 
 
@@ -40,7 +45,7 @@ def row_of(frame: pd.DataFrame, label: str) -> dict[str, Any]:
 
 
 def test_seeds_are_one_row_with_mean_and_spread_over_seeds(groups: list[Group]) -> None:
-    row = row_of(comparison(groups), "FedAvg")
+    row = row_of(compare_groups(groups), "FedAvg")
     assert row["seeds"] == 2
     assert row["local_mean"] == pytest.approx(0.75)
     assert row["local_mean_seed_std"] == pytest.approx(np.std([0.8, 0.7], ddof=1))
@@ -50,7 +55,7 @@ def test_seeds_are_one_row_with_mean_and_spread_over_seeds(groups: list[Group]) 
 
 
 def test_the_gap_to_local_is_paired_by_client_and_seed(groups: list[Group]) -> None:
-    frame = comparison(groups)
+    frame = compare_groups(groups)
     row = row_of(frame, "FedAvg")
     by_seed = [np.mean([0.7 - 0.5, 0.9 - 0.7]), np.mean([0.6 - 0.5, 0.8 - 0.6])]
     assert row["local_gap"] == pytest.approx(np.mean(by_seed))
@@ -62,21 +67,21 @@ def test_the_gap_to_local_is_paired_by_client_and_seed(groups: list[Group]) -> N
 def test_a_local_run_on_other_data_is_no_base_for_a_gap(tmp_path: Path) -> None:
     write_run(tmp_path / "a", Recipe("fedavg", STAR, clients=12))
     write_run(tmp_path / "b", Recipe("local", ALONE, clients=10))
-    frame = comparison(group_runs(find_runs([tmp_path])))
+    frame = compare_groups(group_runs(find_runs([tmp_path])))
     assert np.isnan(row_of(frame, "FedAvg")["local_gap"])
 
 
 def test_weighting_by_test_samples(groups: list[Group]) -> None:
-    row = row_of(comparison(groups, weighting="samples"), "FedAvg")
+    row = row_of(compare_groups(groups, weighting="samples"), "FedAvg")
     seeds = [(3 * 0.7 + 0.9) / 4, (3 * 0.6 + 0.8) / 4]
     assert row["local_mean"] == pytest.approx(np.mean(seeds))
 
 
 def test_costs_are_per_run(groups: list[Group]) -> None:
-    row = row_of(comparison(groups), "FedAvg")
+    row = row_of(compare_groups(groups), "FedAvg")
     # Two rounds, both clients sampled, 40 kB up and 40 kB down for each, 30 steps each.
     assert (row["bytes"], row["busiest_bytes"], row["steps"]) == (320_000, 160_000, 120)
-    assert row_of(comparison(groups), "Local")["bytes"] == 0
+    assert row_of(compare_groups(groups), "Local")["bytes"] == 0
 
 
 def test_rounds_to_target_count_from_one_and_speed_up_is_over_the_slowest(
@@ -222,7 +227,7 @@ def test_a_run_that_recorded_nothing_is_a_row_of_dashes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "b", Recipe("fedavg", STAR), finished=False)
     (folder / "history.jsonl").write_text("")
     table = comparison_table(group_runs(find_runs([tmp_path])))
-    assert table.rows[0][1].text == numbers.NOTHING
+    assert table.rows[0][1].text == numbers.DASH
 
 
 def test_regression_runs_are_compared_by_loss_and_the_lowest_is_best(tmp_path: Path) -> None:
@@ -238,14 +243,14 @@ def test_regression_runs_are_compared_by_loss_and_the_lowest_is_best(tmp_path: P
 def test_every_format_holds_every_cell(groups: list[Group]) -> None:
     table = comparison_table(groups)
     stream = io.StringIO()
-    Console(width=250, file=stream).print(table_formats.rich(table))
+    Console(width=250, file=stream).print(table_formats.format_rich(table))
     terminal = stream.getvalue()
-    markdown, latex = table_formats.markdown(table), table_formats.latex(table)
+    markdown, latex = table_formats.format_markdown(table), table_formats.format_latex(table)
     for row in table.rows:
         for cell in row:
             assert cell.text in terminal
             assert cell.text in markdown
-            assert table_formats.latex_text(cell.text) in latex
+            assert table_formats.escape_latex(cell.text) in latex
     assert r"\textbf{75.00 $\pm$ 7.07}" in latex
     assert r"\multicolumn{4}{c}{stage local}" in latex
     assert "**75.00 ± 7.07**" in markdown
@@ -254,7 +259,7 @@ def test_every_format_holds_every_cell(groups: list[Group]) -> None:
 
 
 def test_csv_holds_the_plain_numbers(groups: list[Group]) -> None:
-    rows = list(csv.DictReader(io.StringIO(comparison(groups).to_csv(index=False))))
+    rows = list(csv.DictReader(io.StringIO(compare_groups(groups).to_csv(index=False))))
     assert float(rows[1]["local_mean"]) == pytest.approx(0.75)
     assert rows[1]["label"] == "FedAvg"
 
@@ -262,16 +267,16 @@ def test_csv_holds_the_plain_numbers(groups: list[Group]) -> None:
 def test_special_letters_do_no_harm_in_markdown_and_latex() -> None:
     cell = table_formats.TableCell("a|b_c & 50 % <i> $x$ \\end")
     table = table_formats.Table("t", (table_formats.Column("c"),), ((cell,),), "")
-    row = table_formats.markdown(table).splitlines()[4]
+    row = table_formats.format_markdown(table).splitlines()[4]
     assert row == "| a\\|b\\_c & 50 % \\<i> $x$ \\\\end |"
-    assert r"a|b\_c \& 50 \% <i> \$x\$ \textbackslash{}end" in table_formats.latex(table)
+    assert r"a|b\_c \& 50 \% <i> \$x\$ \textbackslash{}end" in table_formats.format_latex(table)
 
 
 def test_the_best_round_is_counted_from_one_and_shown(tmp_path: Path) -> None:
     rising_then_falling = [[0.1], [0.9], [0.2]]
     write_exact(tmp_path / "a", "fedavg", 0, rising_then_falling, [[0.3], [0.2], [0.1]])
     groups = group_runs(find_runs([tmp_path]))
-    row = row_of(comparison(groups, "best"), "FedAvg")
+    row = row_of(compare_groups(groups, "best"), "FedAvg")
     assert (row["local_rounds"], row["mixed_rounds"]) == (2, 1)
     assert (row["local_mean"], row["mixed_mean"]) == (0.9, 0.3)
     table = comparison_table(groups, "best", cost=False)
@@ -300,14 +305,14 @@ def test_target_and_difference_tables_read_well(groups: list[Group]) -> None:
      (5.25e9, "5.2 GB"), (3e15, "3000 TB"), (float("nan"), "–")],
 )  # fmt: skip
 def test_sizes(count: float, text: str) -> None:
-    assert numbers.size(count) == text
+    assert numbers.format_bytes(count) == text
 
 
 def test_other_numbers() -> None:
-    assert numbers.duration(3.14) == "3.1 s"
-    assert numbers.duration(600) == "10.0 min"
-    assert numbers.duration(7 * 3600) == "7.0 h"
-    assert numbers.whole(12345.4) == "12,345"
-    assert numbers.signed(-0.00001, "accuracy") == "0.00"
-    assert numbers.score(float("inf"), "loss") == "∞"
-    assert numbers.score(0.12341, "loss") == "0.1234"
+    assert numbers.format_duration(3.14) == "3.1 s"
+    assert numbers.format_duration(600) == "10.0 min"
+    assert numbers.format_duration(7 * 3600) == "7.0 h"
+    assert numbers.format_count(12345.4) == "12,345"
+    assert numbers.format_signed(-0.00001, "accuracy") == "0.00"
+    assert numbers.format_score(float("inf"), "loss") == "∞"
+    assert numbers.format_score(0.12341, "loss") == "0.1234"

@@ -26,7 +26,7 @@ class Alone(qv.Method[Weights]):
     topology = "random_regular"
 
     def init(self, task: qv.Task, start: qv.Start) -> Weights:
-        return Weights(*start.point)
+        return Weights(*start.params)
 
     def phases(self, task: qv.Task) -> tuple[qv.methods.Phase[Weights], ...]:
         return (self.train(epochs=1),)
@@ -34,8 +34,8 @@ class Alone(qv.Method[Weights]):
     def train(self, **options: Any) -> qv.Train[Weights]:
         return qv.Train(
             part="whole",
-            point=self.personal,
-            absorb=lambda state, trained: Weights(trained.shared, trained.personal),
+            params=self.personal,
+            update=lambda state, trained: Weights(trained.shared, trained.personal),
             **options,
         )
 
@@ -45,8 +45,8 @@ class Alone(qv.Method[Weights]):
     def merge(self, state: Weights, mixed: qv.Message) -> Weights:
         return state._replace(body=mixed["body"])
 
-    def personal(self, state: Weights) -> qv.Point:
-        return qv.Point(state.body, state.classifier)
+    def personal(self, state: Weights) -> qv.Params:
+        return qv.Params(state.body, state.classifier)
 
 
 def with_phases(*phases: Any) -> Any:

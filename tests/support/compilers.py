@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
-from quiverfl.native.library import load, why_not
+from quiverfl.support.compiler import load_library, why_not_compiled
 
 
 @contextmanager
@@ -25,5 +25,5 @@ def no_compiler() -> AbstractContextManager[None]:
 
 
 def _forget() -> None:
-    load.cache_clear()
-    why_not.cache_clear()
+    load_library.cache_clear()
+    why_not_compiled.cache_clear()

@@ -53,7 +53,12 @@ WAITING = {
     aten._unique2.default,
     aten.repeat_interleave.Tensor,
 }
-LOOP = {("stepper.py", "step"), ("trainer.py", "_turn"), ("once.py", "step")}
+LOOP = {
+    ("examples.py", "load_batches"),
+    ("step.py", "step"),
+    ("trainer.py", "_take_turn"),
+    ("single_step.py", "step"),
+}
 """What runs once per step: everything below these functions is inside the step loop."""
 
 
@@ -211,7 +216,7 @@ def _place() -> tuple[bool, str]:
             if line == "?":
                 line = f"{path[len(ROOT) + 1 :]}:{frame.f_code.co_name}"
             inside = inside or (Path(path).name, frame.f_code.co_name) in LOOP
-            if frame.f_code.co_name == "run" and path.endswith("once.py"):
+            if frame.f_code.co_name == "run" and path.endswith("single_step.py"):
                 inside = False  # a Once phase of its own is once per round
         frame = frame.f_back
     return inside, line

@@ -17,21 +17,21 @@ import numpy as np
 import torch
 
 import quiverfl as qv
+from quiverfl.distributed.checkpoint import GatheredCheckpoints
 from quiverfl.distributed.columns import Columns
-from quiverfl.distributed.placement import Placement
-from quiverfl.distributed.rank_checkpoint import GatheredCheckpoints
-from quiverfl.distributed.rank_environment import end_rank
-from quiverfl.distributed.rank_simulation import RankSimulation, federation_of
-from quiverfl.distributed.ranks import RankFailed, Ranks
+from quiverfl.distributed.processes import end_rank
+from quiverfl.distributed.ranks import Placement, RankFailed, Ranks
+from quiverfl.distributed.simulation import RankSimulation, federation_of
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.exchange import MatrixExchange
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.exchange.matrix import MatrixProduct
 from quiverfl.engine.history import History
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Train
 from quiverfl.topologies.graph import Graph
-from quiverfl.transforms.chosen import Transforms
-from small import AWAY, CLIENTS, METHODS, PUSH, TRAINING, tiny_data, tiny_task
+from quiverfl.transforms import Transforms
+from small import AWAY, CLIENTS, METHODS, PULL, PUSH, TRAINING, tiny_data, tiny_task
 
 RING = lambda m: qv.ring(clients=m)  # noqa: E731
 LOOKING = [
@@ -41,7 +41,7 @@ LOOKING = [
 CASES = [(method, graphs) for method, choices in METHODS for graphs in choices]
 CASES += [(qv.DFedPGP(shared_epochs=2), graphs) for graphs in LOOKING]
 RINGS = [(method, RING) for method, _ in METHODS]
-EPOCHS = (1, 2, 3, 1, 2, 3)
+EPOCHS = (1, 2, 3, 1, 0, 3)
 DFEDPGP = qv.DFedPGP(shared_epochs=2)
 TRANSFORMED: list[tuple[Any, Any, dict[str, Any]]] = [
     (DFEDPGP, PUSH, {"compression": qv.Quantize(bits=4)}),
@@ -76,9 +76,11 @@ TRANSFORMED: list[tuple[Any, Any, dict[str, Any]]] = [
             "robustness": qv.Balance(sketch=10),
         },
     ),
+    (DFEDPGP, PULL, {"compression": qv.Quantize(bits=8)}),
 ]
 """With a remainder, with messages in flight, with replicas, where all rows of P are equal; what
-leaves a client blurred or forged; links that are judged, by models and by sketches."""
+leaves a client blurred or forged; links that are judged, by models and by sketches; clients that
+nobody pulls from."""
 
 
 def counts_epochs(method: Any) -> bool:
@@ -106,7 +108,7 @@ def simulation(
 ) -> RankSimulation:
     data = tiny_data()
     federation = federation_of(data.train.sizes, data.test.sizes, chosen, ranks.size)
-    here = data.only(federation.placement.on(ranks.rank))
+    here = data.select(federation.placement.on(ranks.rank))
     return RankSimulation(
         ranks,
         federation,
@@ -170,8 +172,8 @@ def refused(ranks: Ranks, folder: Path) -> str:
     """A checkpoint that rank 0 cannot write: both ranks learn it, and neither waits."""
     chosen = settings(qv.DFedPGP())
     made = simulation(ranks, qv.DFedPGP(), qv.random_push(clients=CLIENTS, neighbors=2), chosen)
-    shard = made._shard(chosen)
-    taken = Checkpoint.take(1, shard, MatrixExchange(), qv.engine.history.History())
+    shard = made._simulation(chosen).shard()
+    taken = Checkpoint.take(1, shard, Exchange(MatrixProduct()), qv.engine.history.History())
     checkpoints = GatheredCheckpoints(ranks, made.placement)
     file = folder / "a-file"
     file.touch()
@@ -277,7 +279,7 @@ def on_ranks(count: int, works: list[str], folder: Path) -> dict[str, list[Any]]
 
 def main(folder: Path, works: list[str]) -> None:
     torch.set_num_threads(1)
-    with Ranks.joined() as ranks:
+    with Ranks.join() as ranks:
         for work in works:
             torch.save(WORK[work](ranks, folder), folder / f"{work}-{ranks.rank}.pt")
 

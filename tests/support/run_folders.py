@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from quiverfl.results.protocol import EvaluationProtocol
-from quiverfl.results.run_files import finish, read_run
-from quiverfl.results.summary import summarize
+from quiverfl.results.run_files import finish_history, read_run
+from quiverfl.results.summary import EvaluationProtocol, summarize
 from quiverfl.seeds import stream
 
 
@@ -52,7 +51,7 @@ def write_run(folder: Path, recipe: Recipe | None = None, *, finished: bool = Tr
     write_lines(folder / "history.jsonl", history_lines(recipe))
     write_lines(folder / "rounds.jsonl", round_lines(recipe))
     if finished:
-        finish(folder)
+        finish_history(folder)
         write_summary(folder, recipe)
     return folder
 

@@ -1,55 +1,17 @@
-"""A federation small enough to compute by hand: six clients, ragged data, a model with a head."""
+"""The small federation of the laws, and the methods of the package with graphs for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 import quiverfl as qv
+from quiverfl.laws.problem import CLIENTS, SIZES, TRAINING, TinyModel, tiny_data, tiny_task
 from quiverfl.topologies import Topology
 
-CLIENTS = 6
-SIZES = (5, 7, 11, 9, 6, 8)
-
-
-class TinyModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-def tiny_task() -> qv.Task:
-    return qv.Task(model=TinyModel, personal=("head",))
-
-
-def tiny_data(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> qv.FederatedData:
-    random = np.random.default_rng(seed)
-
-    def pair(size: int) -> tuple[Any, Any]:
-        return random.normal(size=(size, 6)), random.integers(0, 3, size)
-
-    return qv.FederatedData.from_arrays(
-        [pair(n) for n in sizes], [pair(n + 1) for n in sizes], classes=3
-    )
-
-
-TRAINING = qv.Training(
-    lr=0.1,
-    personal_lr=0.05,
-    lr_decay=0.99,
-    momentum=0.9,
-    weight_decay=5e-4,
-    batch_size=4,
-    clip_norm=1.0,
-)
+__all__ = ["CLIENTS", "SIZES", "TRAINING", "TinyModel", "tiny_data", "tiny_task"]
 
 Graphs = Callable[[int], Topology]
 
@@ -73,9 +35,11 @@ METHODS: list[tuple[Any, list[Graphs]]] = [
     (qv.DFedAvgMP(shared_epochs=2, alternating=False), [REGULAR]),
     (qv.OSGP(epochs=2), [PUSH, PULL, AWAY]),
     (qv.OSGP(epochs=2, delay=2), [PUSH, AWAY]),
+    (qv.OSGP(epochs=2, step="debiased"), [PUSH]),
     (qv.DisPFL(epochs=1), [REGULAR, SOME]),
     (qv.DisPFL(epochs=1, regrow="gradient"), [REGULAR]),
     (qv.DFedPGP(shared_epochs=2), [PUSH, PULL, AWAY]),
+    (qv.DFedPGP(shared_epochs=2, step="debiased"), [PUSH, AWAY]),
     (qv.FedProx(epochs=2, proximal=0.2), [STAR, PULL]),
     (qv.SCAFFOLD(epochs=2), [STAR, SOME]),
     (qv.MOON(epochs=1), [STAR, PULL]),

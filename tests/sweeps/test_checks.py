@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import quiverfl
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
-from quiverfl.sweeps.checks import check_cells
+from quiverfl.sweeps.estimate import check_cells
 from quiverfl.sweeps.plan import Cell, load_sweep
 
 REPOSITORY = Path(quiverfl.__file__).parents[2]
@@ -36,7 +36,7 @@ def cells(folder: Path, text: str) -> tuple[Cell, ...]:
 
 
 def test_the_example_of_the_docs_runs_on_the_shipped_configuration(tmp_path: Path) -> None:
-    docs = (REPOSITORY / "docs" / "reproduce.md").read_text()
+    docs = (REPOSITORY / "docs" / "reference" / "sweeps.md").read_text()
     example = re.search(r"## Sweeps\n\n```toml\n(.*?)```", docs, re.DOTALL)
     assert example is not None
     (tmp_path / "configs").mkdir()

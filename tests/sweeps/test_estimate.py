@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from quiverfl.config import Config, parse
 from quiverfl.data.sources import load_dataset
+from quiverfl.runs.config import Config, parse_config
 from quiverfl.sweeps import estimate as estimating
-from quiverfl.sweeps.estimate import Estimate, cost_class, estimate, trial
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.overview import Account, _Bars, _Lines
-from quiverfl.sweeps.plan import Cell
-from quiverfl.sweeps.where import Outcome
+from quiverfl.sweeps.display import Tally, _Bars, _Lines
+from quiverfl.sweeps.estimate import Estimate, cost_class, estimate_seconds, trial
+from quiverfl.sweeps.executor import Outcome
+from quiverfl.sweeps.plan import Cell, SweepFolder
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -30,7 +29,7 @@ def config(**sections: dict[str, Any]) -> Config:
         "training": {"batch_size": 10},
         "run": {"rounds": 20},
     }
-    return parse({name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree})
+    return parse_config({name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree})
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_what_costs_time_and_what_does_not(sections: dict[str, Any], same: bool)
     assert (cost_class(config(**sections)) == cost_class(config())) is same
 
 
-def write_rounds(places: Places, cell: Cell, seconds: list[float]) -> None:
+def write_rounds(places: SweepFolder, cell: Cell, seconds: list[float]) -> None:
     folder = places.run(cell)
     folder.mkdir(parents=True)
     lines = [json.dumps({"round": t, "seconds": s}) + "\n" for t, s in enumerate(seconds)]
@@ -60,11 +59,11 @@ def write_rounds(places: Places, cell: Cell, seconds: list[float]) -> None:
 
 
 def test_a_cell_that_ran_tells_the_pace_of_its_kind_without_a_trial(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     done, begun, new = (Cell(config(run={"seed": seed})) for seed in range(3))
     write_rounds(places, done, [2.0] * 20)
     write_rounds(places, begun, [9.0] * 5)
-    found = estimate([begun, new], places, [done, begun, new])
+    found = estimate_seconds([begun, new], places, [done, begun, new])
     assert found.seconds == {begun.name: 30.0, new.name: 40.0}
     assert (found.trials, found.measured, found.unknown) == (0, 2, 0)
     assert found.total(jobs=1) == 70.0
@@ -74,9 +73,9 @@ def test_a_cell_that_ran_tells_the_pace_of_its_kind_without_a_trial(tmp_path: Pa
 def test_each_kind_is_tried_once(tmp_path: Path) -> None:
     kinds = [config(run={"seed": seed}, method={"epochs": 1 + seed % 2}) for seed in range(4)]
     turns: list[tuple[int, int]] = []
-    found = estimate(
+    found = estimate_seconds(
         [Cell(kind) for kind in kinds],
-        Places(tmp_path),
+        SweepFolder(tmp_path),
         on_trial=lambda done, of: turns.append((done, of)),
     )
     assert turns == [(0, 2), (1, 2)]
@@ -102,7 +101,7 @@ def test_a_trial_is_scaled_to_the_work_it_stands_for(
 
 def test_what_cannot_be_tried_is_unknown_and_no_error(tmp_path: Path) -> None:
     cell = Cell(config(model={"wrong": 1}))
-    found = estimate([cell], Places(tmp_path))
+    found = estimate_seconds([cell], SweepFolder(tmp_path))
     assert found == Estimate({cell.name: None}, trials=1, measured=0, reason=found.reason)
     assert "no option 'wrong'" in found.reason
     assert found.unknown == 1
@@ -111,29 +110,29 @@ def test_what_cannot_be_tried_is_unknown_and_no_error(tmp_path: Path) -> None:
 
 def test_cells_weigh_what_they_were_estimated_at() -> None:
     long, short = Cell(config()), Cell(config(run={"rounds": 10}))
-    account = Account([long, short], {long.name: 30.0, short.name: 10.0})
-    assert account.share == 0.0
-    account.progressed(long, 1)
-    account.progressed(long, 10)
-    assert math.isclose(account.share, 0.375)  # 10 of 20 rounds of three quarters
-    account.over(Outcome(short, "finished"))
-    assert math.isclose(account.share, 0.625)
-    account.over(Outcome(long, "diverged"))
-    assert account.share == 1.0
-    assert account.words() == "2 of 2 cells, 1 failed"
+    tally = Tally([long, short], {long.name: 30.0, short.name: 10.0})
+    assert tally.fraction == 0.0
+    tally.progressed(long, 1)
+    tally.progressed(long, 10)
+    assert math.isclose(tally.fraction, 0.375)  # 10 of 20 rounds of three quarters
+    tally.conclude(Outcome(short, "finished"))
+    assert math.isclose(tally.fraction, 0.625)
+    tally.conclude(Outcome(long, "diverged"))
+    assert tally.fraction == 1.0
+    assert tally.describe() == "2 of 2 cells, 1 failed"
 
 
 def test_a_resumed_cell_counts_from_where_it_went_on() -> None:
     cell = Cell(config())
-    account = Account([cell], {})
-    account.progressed(cell, 11)  # the first ten were there
-    assert math.isclose(account.share, 0.1)
+    tally = Tally([cell], {})
+    tally.progressed(cell, 11)  # the first ten were there
+    assert math.isclose(tally.fraction, 0.1)
 
 
 def test_plain_lines_say_how_each_cell_ended() -> None:
     cell = Cell(config(), case="Digits")
     text = io.StringIO()
-    lines = _Lines(Console(file=text, width=200), Account([cell], {}))
+    lines = _Lines(Console(file=text, width=200), Tally([cell], {}))
     lines.started(cell)
     lines.progressed(cell, 3, {"local": 0.5})
     lines.ended(Outcome(cell, "failed", 2.0, "no [memory] left"))
@@ -149,7 +148,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
     cells = [Cell(config(run={"seed": seed}), case="Digits") for seed in range(2)]
     columns = (TextColumn("{task.description}"), TextColumn("{task.fields[done]}"))
     display = Progress(*columns, console=Console(file=io.StringIO(), force_terminal=True))
-    bars = _Bars(display, Account(cells, {}))
+    bars = _Bars(display, Tally(cells, {}))
     for cell in cells:
         bars.started(cell)
     bars.progressed(cells[0], 1, {})
@@ -169,8 +168,8 @@ def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
 
 def test_what_is_enough_for_now_costs_less(tmp_path: Path) -> None:
     """A rung of a race: so many of the rounds, not all."""
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     begun, new = (Cell(config(run={"seed": seed})) for seed in range(2))
     write_rounds(places, begun, [2.0] * 3)
-    found = estimate([begun, new], places, until={begun.name: 5, new.name: 5})
+    found = estimate_seconds([begun, new], places, until={begun.name: 5, new.name: 5})
     assert found.seconds == {begun.name: 4.0, new.name: 10.0}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quiverfl.config import load_config, parse
 from quiverfl.errors import QuiverError
-from quiverfl.experiment_keys import first_identity
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, Choice, Sweep, load_sweep
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.config_files import load_config
+from quiverfl.sweeps.plan import Choice, Sweep, load_sweep
 
 BASE = """
 [data]
@@ -251,25 +249,7 @@ def test_an_override_may_name_the_options_of_its_own_method_only() -> None:
     def overridden(**options: float) -> dict[str, Any]:
         return {"method": {"name": "dfedpgp"}, "overrides": {"fedbabu": {"method": options}}}
 
-    config = parse(overridden(finetune_lr=0.01)).for_method("fedbabu")
+    config = parse_config(overridden(finetune_lr=0.01)).for_method("fedbabu")
     assert config.method.model_extra == {"finetune_lr": 0.01}
     with pytest.raises(QuiverError, match=r"overrides\.fedbabu.*method\.step_floor"):
-        parse(overridden(step_floor=0.1))
-
-
-def test_a_cell_that_the_first_version_ran_is_found_by_what_it_is(tmp_path: Path) -> None:
-    config = parse({"run": {"seed": 4}, "training": {"lr": 0.02}})
-    before = tmp_path / "cells" / "dfedpgp-digits-dirichlet-seed4-0123456789ab"
-    before.mkdir(parents=True)
-    tree = config.with_values([("run.executor", "sequential")]).model_dump(mode="json")
-    text = {"identity": first_identity(tree), "config": tree}
-    (before / "config.json").write_text(json.dumps(text))
-    (before / "summary.json").write_text('{"finished": true}')
-    damaged = tmp_path / "cells" / "damaged"
-    damaged.mkdir()
-    (damaged / "config.json").write_text("{")
-    places = Places(tmp_path)
-    assert places.run(Cell(config)) == before
-    assert places.state(Cell(config)) == "finished"
-    other = Cell(config.with_values([("run.seed", 5)]))
-    assert places.run(other) == tmp_path / "cells" / other.name
+        parse_config(overridden(step_floor=0.1))

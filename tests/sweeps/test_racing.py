@@ -13,20 +13,19 @@ import pytest
 from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
-from quiverfl.config import parse
 from quiverfl.errors import QuiverError
-from quiverfl.paper.reproduce.catalogue import configs
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, Sweep, load_sweep
-from quiverfl.sweeps.racing import (
+from quiverfl.paper.reproduce.catalogue import configs_folder
+from quiverfl.runs.config import parse_config
+from quiverfl.sweeps.plan import Cell, Sweep, SweepFolder, load_sweep
+from quiverfl.sweeps.tune import (
     ONLY_THE_GRAPH,
     Rules,
-    contests,
-    fitted,
-    paired,
-    race,
+    fit_decay,
+    make_brackets,
+    paired_difference,
+    rank_tries,
+    run_brackets,
     rung_round,
-    standings,
 )
 from run_folders import Recipe, history_lines, round_lines, write_lines, write_run
 
@@ -38,7 +37,7 @@ def cells(
 ) -> list[Cell]:
     return [
         Cell(
-            parse(
+            parse_config(
                 {
                     "data": {"validation": 0.2},
                     "method": {"name": method},
@@ -57,7 +56,7 @@ def cells(
 class Written:
     """Stands in for the training: writes the run that a cell would come to, and remembers it."""
 
-    def __init__(self, places: Places, level: Mapping[float, float]) -> None:
+    def __init__(self, places: SweepFolder, level: Mapping[float, float]) -> None:
         self.places, self.level = places, level
         self.asked: list[dict[float, int]] = []
 
@@ -77,16 +76,16 @@ class Written:
 
 
 def test_the_worse_tries_are_dropped_at_every_rung(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     levels = {0.1: 0.9, 0.2: 0.6, 0.3: 0.5, 0.4: 0.4, 0.5: 0.3, 0.6: 0.2}
     run, rules = Written(places, levels), Rules((0.25, 0.5), 0.34)
-    (found,) = contests(cells(list(levels)), places, "local")
-    race([found], rules, run)
+    (found,) = make_brackets(cells(list(levels)), places, "local")
+    run_brackets([found], rules, run)
     assert run.asked[0] == dict.fromkeys(levels, 3)
     assert set(run.asked[1]) == {0.1, 0.2, 0.3}  # ⌈0.34 · 6⌉
     assert set(run.asked[1].values()) == {6}
     assert run.asked[2] == {0.1: 12, 0.2: 12}  # at least two
-    ranked = standings(found, rules)
+    ranked = rank_tries(found, rules)
     assert [dict(one.point)["training.lr"] for one in ranked] == list(levels)
     assert [one.rounds for one in ranked] == [12, 12, 6, 3, 3, 3]
     assert not ranked[1].inside_the_noise
@@ -94,46 +93,46 @@ def test_the_worse_tries_are_dropped_at_every_rung(tmp_path: Path) -> None:
 
 
 def test_what_is_too_close_is_repeated_with_the_next_seed_and_then_said(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     levels = {0.1: 0.6, 0.2: 0.6, 0.3: 0.3}
     run, rules = Written(places, levels), Rules((), 0.34)
-    (found,) = contests(cells(list(levels), seeds=(0, 1, 2)), places, "local")
-    race([found], rules, run)
+    (found,) = make_brackets(cells(list(levels), seeds=(0, 1, 2)), places, "local")
+    run_brackets([found], rules, run)
     assert [set(asked) for asked in run.asked] == [{0.1, 0.2, 0.3}, {0.1, 0.2}, {0.1, 0.2}]
-    best, second, third = standings(found, rules)
+    best, second, third = rank_tries(found, rules)
     assert (best.seeds, second.seeds, third.seeds) == (3, 3, 1)
     assert second.inside_the_noise
     assert not third.inside_the_noise
 
 
 def test_a_clear_winner_is_not_repeated(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     run = Written(places, {0.1: 0.6, 0.2: 0.3})
-    (found,) = contests(cells([0.1, 0.2], seeds=(0, 1)), places, "local")
-    race([found], Rules(()), run)
+    (found,) = make_brackets(cells([0.1, 0.2], seeds=(0, 1)), places, "local")
+    run_brackets([found], Rules(()), run)
     assert len(run.asked) == 1
 
 
 def test_nothing_is_run_twice(tmp_path: Path) -> None:
-    places, levels = Places(tmp_path), {0.1: 0.6, 0.2: 0.3}
+    places, levels = SweepFolder(tmp_path), {0.1: 0.6, 0.2: 0.3}
     first, again = Written(places, levels), Written(places, levels)
     for run in (first, again):
-        (found,) = contests(cells([0.1, 0.2]), places, "local")
-        race([found], Rules((0.5,)), run)
+        (found,) = make_brackets(cells([0.1, 0.2]), places, "local")
+        run_brackets([found], Rules((0.5,)), run)
     assert first.asked
     assert again.asked == []
 
 
 def test_a_try_that_diverged_is_never_chosen(tmp_path: Path) -> None:
-    places, rules = Places(tmp_path), Rules(())
+    places, rules = SweepFolder(tmp_path), Rules(())
     run = Written(places, {0.1: 0.3, 0.2: 0.9})
     some = cells([0.1, 0.2])
     run({cell.name: ROUNDS for cell in some}, some)
     lost = {"finished": False, "diverged": {"round": 11, "client": 0}}
     (places.run(some[1]) / "summary.json").write_text(json.dumps(lost))
-    (found,) = contests(some, places, "local")
-    race([found], rules, run)
-    best, second = standings(found, rules)
+    (found,) = make_brackets(some, places, "local")
+    run_brackets([found], rules, run)
+    best, second = rank_tries(found, rules)
     assert dict(best.point)["training.lr"] == 0.1
     assert second.diverged
     assert math.isnan(second.score)
@@ -142,10 +141,10 @@ def test_a_try_that_diverged_is_never_chosen(tmp_path: Path) -> None:
 def test_the_error_is_paired_by_client_and_by_seed() -> None:
     """Scores of ±1 around 2 have a standard error of √(4/3)/2; seeds that differ have a larger."""
     one = np.array([1.0, 3.0, 1.0, 3.0])
-    mean, error = paired([one], [0])
+    mean, error = paired_difference([one], [0])
     assert mean == 2
     assert error == pytest.approx(math.sqrt(4 / 3) / 2)
-    mean, error = paired([np.full(4, 1.0), np.full(4, 3.0)], [0, 1])
+    mean, error = paired_difference([np.full(4, 1.0), np.full(4, 3.0)], [0, 1])
     assert mean == 2
     assert error == pytest.approx(math.sqrt(2) / math.sqrt(2))
 
@@ -156,9 +155,9 @@ def test_a_rung_ends_where_something_is_evaluated() -> None:
 
 
 def test_methods_that_differ_in_the_graph_alone_need_the_same_grid(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     same = cells([0.1, 0.2]) + cells([0.1, 0.2], method="dfedavgmp")
-    found = contests(same, places, "local")
+    found = make_brackets(same, places, "local")
     assert [one.methods for one in found] == [
         ("dfedpgp",),
         ("dfedavgmp",),
@@ -166,7 +165,7 @@ def test_methods_that_differ_in_the_graph_alone_need_the_same_grid(tmp_path: Pat
     ]
     assert len(found[2].cells((("training.lr", 0.1),), 1)) == 2
     with pytest.raises(QuiverError, match="their grids differ"):
-        contests(cells([0.1, 0.2]) + cells([0.1, 0.3], method="dfedavgmp"), places, "local")
+        make_brackets(cells([0.1, 0.2]) + cells([0.1, 0.3], method="dfedavgmp"), places, "local")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def test_rules_that_cannot_be_kept_are_refused(written: dict[str, object], words
 
 
 def test_the_medium_scale_is_tuned_fairly() -> None:
-    tuning = load_sweep(configs() / "sweeps" / "tuning_medium.toml")
+    tuning = load_sweep(configs_folder() / "sweeps" / "tuning_medium.toml")
     tries: dict[str, set[object]] = {}
     for one in tuning.cells:
         tries.setdefault(one.config.method.name, set()).add(one.point)
@@ -235,14 +234,14 @@ def test_the_command_races_and_resumes(tmp_path: Path) -> None:
 
 
 def test_rates_decay_over_a_race_as_over_the_runs_they_are_for() -> None:
-    config = parse({"data": {"validation": 0.2}, "training": {"lr": 0.1, "lr_decay": 0.9}})
+    config = parse_config({"data": {"validation": 0.2}, "training": {"lr": 0.1, "lr_decay": 0.9}})
     short, long = (config.with_values([("run.rounds", rounds)]) for rounds in (20, 60))
     plan = Sweep("a race", (Cell(short), Cell(long)), {"rounds": 60})
-    one, other = (cell.config.training for cell in fitted(plan).cells)
+    one, other = (cell.config.training for cell in fit_decay(plan).cells)
     assert one.lr_decay == pytest.approx(0.9**3)
     assert one.lr == other.lr == 0.1
     assert other.lr_decay == pytest.approx(0.9)
-    assert fitted(Sweep("a race", plan.cells, {})).cells == plan.cells
+    assert fit_decay(Sweep("a race", plan.cells, {})).cells == plan.cells
 
 
 @pytest.mark.parametrize("rounds", [0, 1.5, True, "60"])

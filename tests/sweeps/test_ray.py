@@ -22,11 +22,10 @@ from typer.testing import CliRunner
 from quiverfl.cli.main import app
 from quiverfl.engine.checkpoint import checkpoints
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import run_in_folder
 from quiverfl.results.run_files import read_lines
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, load_sweep
-from quiverfl.sweeps.where import Needs, Outcome
+from quiverfl.runs.experiment import run_in_folder
+from quiverfl.sweeps.executor import CellNeeds, Outcome
+from quiverfl.sweeps.plan import Cell, SweepFolder, load_sweep
 
 missing = importlib.util.find_spec("ray") is None
 needs_ray = pytest.mark.skipif(missing, reason="ray is not installed: pip install 'quiverfl[ray]'")
@@ -52,7 +51,7 @@ threads = 1
 class Told:
     """A watcher that remembers."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: SweepFolder) -> None:
         self._places = places
         self.rounds: dict[str, list[int]] = {}
         self.outcomes: list[Outcome] = []
@@ -81,7 +80,7 @@ def written(folder: Path, seeds: str = "[0]", rounds: int = 4) -> Path:
     return path
 
 
-def lines(places: Places, cell: Cell) -> list[dict[str, Any]]:
+def lines(places: SweepFolder, cell: Cell) -> list[dict[str, Any]]:
     return read_lines(places.run(cell) / "history.jsonl")
 
 
@@ -103,27 +102,27 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @needs_ray
 @pytest.mark.parametrize(
-    "bring_back",
+    "copy_results",
     [pytest.param(False, id="shared", marks=pytest.mark.slow), pytest.param(True, id="brought")],
 )
-def test_two_cells_on_one_node(bring_back: bool, tmp_path: Path, one_node: str) -> None:
-    from quiverfl.sweeps.ray_cluster import RayCluster
+def test_two_cells_on_one_node(copy_results: bool, tmp_path: Path, one_node: str) -> None:
+    from quiverfl.sweeps.ray_executor import RayCluster
 
     sweep = load_sweep(written(tmp_path))
-    there = Places(tmp_path / "there")
-    told = Told(there)
-    with RayCluster(one_node, Needs(), bring_back=bring_back) as cluster:
+    there = SweepFolder(tmp_path / "there")
+    report = Told(there)
+    with RayCluster(one_node, CellNeeds(), copy_results=copy_results) as cluster:
         assert cluster.at_a_time == 2
-        outcomes = cluster.run(sweep.cells, there, told)
+        outcomes = cluster.run(sweep.cells, there, report)
         assert [outcome.ending for outcome in outcomes] == ["finished", "finished"]
-        assert told.outcomes == outcomes
-        assert {rounds[-1] for rounds in told.rounds.values()} == {4}
+        assert report.outcomes == outcomes
+        assert {rounds[-1] for rounds in report.rounds.values()} == {4}
         with pytest.raises(QuiverError, match=r"needs 3 CPU .* more than 2 CPU: lower --cpus"):
-            RayCluster(one_node, Needs(cpus=3)).run(sweep.cells, there, told)
-        much = Needs(memory=lambda cells: {cell.name: 9 * 10**12 for cell in cells})
+            RayCluster(one_node, CellNeeds(cpus=3)).run(sweep.cells, there, report)
+        much = CellNeeds(memory=lambda cells: {cell.name: 9 * 10**12 for cell in cells})
         with pytest.raises(QuiverError, match=r"9000\.0 GB of memory.*--no-memory"):
-            RayCluster(one_node, much).run(sweep.cells, there, told)
-    assert not told.restarts
+            RayCluster(one_node, much).run(sweep.cells, there, report)
+    assert not report.restarts
     for cell in sweep.cells:
         assert there.state(cell) == "finished"
         run_in_folder(cell.config, tmp_path / cell.name)
@@ -137,22 +136,22 @@ def test_two_cells_on_one_node(bring_back: bool, tmp_path: Path, one_node: str) 
 def test_a_cell_is_left_after_the_rounds_that_are_enough_for_now(
     tmp_path: Path, one_node: str
 ) -> None:
-    for bring_back in (False, True):
-        leave_a_cell(bring_back, tmp_path / str(bring_back), one_node)
+    for copy_results in (False, True):
+        leave_a_cell(copy_results, tmp_path / str(copy_results), one_node)
 
 
-def leave_a_cell(bring_back: bool, folder: Path, one_node: str) -> None:
-    from quiverfl.sweeps.ray_cluster import RayCluster
+def leave_a_cell(copy_results: bool, folder: Path, one_node: str) -> None:
+    from quiverfl.sweeps.ray_executor import RayCluster
 
     folder.mkdir()
     cell = load_sweep(written(folder)).cells[0]
-    there = Places(folder / "there")
-    with RayCluster(one_node, Needs(), bring_back=bring_back) as cluster:
+    there = SweepFolder(folder / "there")
+    with RayCluster(one_node, CellNeeds(), copy_results=copy_results) as cluster:
         for until, state in (({cell.name: 2}, "begun"), (None, "finished")):
-            told = Told(there)
-            (outcome,) = cluster.run([cell], there, told, until)
+            report = Told(there)
+            (outcome,) = cluster.run([cell], there, report, until)
             assert outcome.ending == "finished"
-            assert told.rounds[cell.name][-1] == (2 if until else 4)
+            assert report.rounds[cell.name][-1] == (2 if until else 4)
             assert there.state(cell) == state
             assert not there.failure(cell).exists()
 
@@ -196,7 +195,8 @@ def test_a_missing_extra_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--bring-back"], "--bring-back has no meaning with --on local"),
+        (["--copy-results"], "--copy-results has no meaning with --on local"),
+        (["--bring-back"], "--bring-back is now called --copy-results"),
         (["--on", "slurm", "--address", "auto"], "--address has no meaning with --on slurm"),
         (["--on", "slurm", "--gpus", "1"], "add --set run.device=cuda"),
         (["--on", "slurm", "--cpus", "0"], "--cpus 0"),
@@ -214,14 +214,14 @@ def test_options_without_meaning_are_refused(
 
 def test_a_folder_that_is_not_shared_is_said(tmp_path: Path) -> None:
     from quiverfl import __version__
-    from quiverfl.sweeps.ray_task import Errand, carry_out
+    from quiverfl.sweeps.ray_task import RayOrder, run_order
 
-    mark = str(tmp_path / "elsewhere" / ".shared")
-    told = list(carry_out(Errand({}, 1, ".", mark, __version__, None)))
-    assert told[-1]["ended"] == 2
-    assert "is not shared with this node" in told[-1]["message"]
-    told = list(carry_out(Errand({}, 1, ".", None, "9.9", None)))
-    assert f"this node has Quiver {__version__}, the sweep 9.9" in told[-1]["message"]
+    marker = str(tmp_path / "elsewhere" / ".shared")
+    report = list(run_order(RayOrder({}, 1, ".", marker, __version__, None)))
+    assert report[-1]["ended"] == 2
+    assert "is not shared with this node" in report[-1]["message"]
+    report = list(run_order(RayOrder({}, 1, ".", None, "9.9", None)))
+    assert f"this node has Quiver {__version__}, the sweep 9.9" in report[-1]["message"]
 
 
 @needs_ray
@@ -231,11 +231,11 @@ def test_a_node_killed_half_way_costs_no_cell(tmp_path: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    from quiverfl.sweeps.ray_cluster import RayCluster
+    from quiverfl.sweeps.ray_executor import RayCluster
 
     path = written(tmp_path, "[0, 1, 2, 3]", rounds=300)
     sweep = load_sweep(path)
-    here, there = Places(tmp_path / "here"), Places(tmp_path / "there")
+    here, there = SweepFolder(tmp_path / "here"), SweepFolder(tmp_path / "there")
     options = {"num_cpus": 1, "object_store_memory": 80_000_000}
     nodes = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     second = nodes.add_node(**options)
@@ -257,20 +257,20 @@ def test_a_node_killed_half_way_costs_no_cell(tmp_path: Path) -> None:
                 self.killed = True
                 nodes.remove_node(second, allow_graceful=False)
 
-    told = Killing(there)
+    report = Killing(there)
     try:
-        with RayCluster(nodes.address, Needs()) as cluster:
-            outcomes = cluster.run(sweep.cells, there, told)
+        with RayCluster(nodes.address, CellNeeds()) as cluster:
+            outcomes = cluster.run(sweep.cells, there, report)
     finally:
         ray.shutdown()
         nodes.shutdown()
-    assert told.killed
+    assert report.killed
     assert sorted(outcome.ending for outcome in outcomes) == ["finished"] * 8
-    assert len(told.restarts) >= 1
-    for name, why, newest in told.restarts:
+    assert len(report.restarts) >= 1
+    for name, why, newest in report.restarts:
         assert "died" in why
         assert newest >= 1
-        assert told.rounds[name][0] > newest  # it went on from there
+        assert report.rounds[name][0] > newest  # it went on from there
     words = ["sweep", str(path), "--no-estimate", "--jobs", "2", "-q", "--out"]
     assert CliRunner().invoke(app, [*words, str(here.root)]).exit_code == 0
     again = CliRunner().invoke(app, [*words, str(there.root)])
@@ -289,7 +289,7 @@ def test_ctrl_c_ends_everything_and_the_same_command_resumes(tmp_path: Path) -> 
     words = ["sweep", str(path), "--out", str(tmp_path / "runs"), "--no-estimate", "--on", "ray"]
     command = ["env", "--default-signal=INT", sys.executable, "-m", "quiverfl.cli.main", *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=dict(os.environ))
-    places, cells = Places(tmp_path / "runs"), load_sweep(path).cells
+    places, cells = SweepFolder(tmp_path / "runs"), load_sweep(path).cells
     end = time.monotonic() + 120
     while not all(len(read_lines(places.run(cell) / "rounds.jsonl")) > 3 for cell in cells):
         assert time.monotonic() < end

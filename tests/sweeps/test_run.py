@@ -20,13 +20,11 @@ from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import run_in_folder
 from quiverfl.results.run_files import read_lines
-from quiverfl.run_folder import RunFolder
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, Sweep, load_sweep
-from quiverfl.sweeps.pool import LocalPool, pending
-from quiverfl.sweeps.where import Outcome
+from quiverfl.runs.experiment import run_in_folder
+from quiverfl.runs.folder import RunFolder
+from quiverfl.sweeps.executor import LocalPool, Outcome, select_pending
+from quiverfl.sweeps.plan import Cell, Sweep, SweepFolder, load_sweep
 
 BASE = """
 [base.data]
@@ -100,21 +98,21 @@ def plan(folder: Path, text: str) -> Sweep:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sweep, Places, Told]]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sweep, SweepFolder, Told]]:
     """A sweep in which everything happens that can go wrong, and one cell that goes well."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "bad_models.py").write_text(BAD_MODELS)
     before = Path.cwd()
     os.chdir(folder)
     try:
-        sweep, places, told = plan(folder, BASE + CASES), Places(folder / "runs"), Told()
+        sweep, places, told = plan(folder, BASE + CASES), SweepFolder(folder / "runs"), Told()
         LocalPool(1).run(sweep.cells, places, told)
         yield sweep, places, told
     finally:
         os.chdir(before)
 
 
-def test_every_cell_ends_in_its_own_way(ended: tuple[Sweep, Places, Told]) -> None:
+def test_every_cell_ends_in_its_own_way(ended: tuple[Sweep, SweepFolder, Told]) -> None:
     _, _, told = ended
     endings = {case: outcome.ending for case, outcome in told.outcomes.items()}
     assert endings == {
@@ -132,7 +130,9 @@ def test_every_cell_ends_in_its_own_way(ended: tuple[Sweep, Places, Told]) -> No
     assert messages["good"] == ""
 
 
-def test_failures_are_recorded_and_successes_are_not(ended: tuple[Sweep, Places, Told]) -> None:
+def test_failures_are_recorded_and_successes_are_not(
+    ended: tuple[Sweep, SweepFolder, Told],
+) -> None:
     sweep, places, _ = ended
     cells = {cell.case: cell for cell in sweep.cells}
     records = {case: places.failure(cell) for case, cell in cells.items()}
@@ -143,22 +143,28 @@ def test_failures_are_recorded_and_successes_are_not(ended: tuple[Sweep, Places,
     assert places.message(cells["dying"]).endswith("code 7")
 
 
-def test_progress_is_told_round_by_round(ended: tuple[Sweep, Places, Told]) -> None:
+def test_progress_is_told_round_by_round(ended: tuple[Sweep, SweepFolder, Told]) -> None:
     sweep, _, told = ended
     assert told.rounds[sweep.cells[-1].name] == [1, 2, 3]
 
 
-def test_finished_and_diverged_cells_are_not_run_again(ended: tuple[Sweep, Places, Told]) -> None:
+def test_finished_and_diverged_cells_are_not_run_again(
+    ended: tuple[Sweep, SweepFolder, Told],
+) -> None:
     sweep, places, _ = ended
-    assert [cell.case for cell in pending(sweep.cells, places)] == ["refused", "broken", "dying"]
-    again = [cell.case for cell in pending(sweep.cells, places, retry=True)]
+    assert [cell.case for cell in select_pending(sweep.cells, places)] == [
+        "refused",
+        "broken",
+        "dying",
+    ]
+    again = [cell.case for cell in select_pending(sweep.cells, places, retry=True)]
     assert again == ["refused", "broken", "dying", "diverging"]
     states = [places.state(cell) for cell in sweep.cells]
     assert states == ["new", "new", "new", "diverged", "finished"]
 
 
 def test_a_cell_is_what_the_same_configuration_gives_alone(
-    ended: tuple[Sweep, Places, Told], tmp_path: Path
+    ended: tuple[Sweep, SweepFolder, Told], tmp_path: Path
 ) -> None:
     sweep, places, _ = ended
     run_in_folder(sweep.cells[-1].config, tmp_path / "alone")
@@ -167,7 +173,7 @@ def test_a_cell_is_what_the_same_configuration_gives_alone(
 
 
 def test_the_command_says_what_is_missing_and_with_which_code(
-    ended: tuple[Sweep, Places, Told],
+    ended: tuple[Sweep, SweepFolder, Told],
 ) -> None:
     _, places, _ = ended
     some = ["sweep", "plan.toml", "--out", str(places.root), "--cases", "diverging; good"]
@@ -238,7 +244,7 @@ def test_jobs_must_be_at_least_one() -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(QuiverError, match="cannot be made"):
-        LocalPool(1).run([], Places(tmp_path / "file"), Told())
+        LocalPool(1).run([], SweepFolder(tmp_path / "file"), Told())
 
 
 def wait_for(happened: Callable[[], bool], seconds: float = 120) -> None:
@@ -254,7 +260,7 @@ def test_ctrl_c_ends_the_processes_and_leaves_cells_that_can_go_on(tmp_path: Pat
     # A test run in the background of a script is deaf to Ctrl-C; what it starts must not be.
     command = ["env", "--default-signal=INT", *command]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
-    places, cell = Places(tmp_path / "runs"), load_sweep(tmp_path / "plan.toml").cells[0]
+    places, cell = SweepFolder(tmp_path / "runs"), load_sweep(tmp_path / "plan.toml").cells[0]
     wait_for(lambda: len(read_lines(places.run(cell) / "rounds.jsonl")) > 3)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 1
@@ -272,11 +278,11 @@ def test_ctrl_c_ends_the_processes_and_leaves_cells_that_can_go_on(tmp_path: Pat
 
 def test_a_cell_that_another_sweep_runs_is_waited_for(tmp_path: Path) -> None:
     """The other one finishes it meanwhile; it is then not run again."""
-    cell, places = plan(tmp_path, BASE).cells[0], Places(tmp_path / "runs")
+    cell, places = plan(tmp_path, BASE).cells[0], SweepFolder(tmp_path / "runs")
     run_in_folder(cell.config, tmp_path / "finished")
     told = Told()
     with ThreadPoolExecutor(1) as pool:
-        with RunFolder(places.run(cell)).alone():
+        with RunFolder(places.run(cell)).lock():
             waiting = pool.submit(LocalPool(1).run, [cell], places, told)
             wait_for(lambda: places.log(cell).exists())
             time.sleep(0.5)

@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
 from quiverfl.results.run_files import read_lines
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.overview import overview
-from quiverfl.sweeps.plan import load_sweep
-from quiverfl.sweeps.slurm_array import SlurmArray
-from quiverfl.sweeps.where import Needs
+from quiverfl.sweeps.display import show_sweep
+from quiverfl.sweeps.executor import CellNeeds
+from quiverfl.sweeps.plan import SweepFolder, load_sweep
+from quiverfl.sweeps.slurm import SlurmArray
 
 PLAN = """
 seeds = [0, 1]
@@ -68,7 +67,7 @@ def test_every_index_runs_its_cell_and_notes_how_it_ended(tmp_path: Path) -> Non
     (memory,) = [line for line in asked if "--mem=" in line]
     assert 600 <= int(memory.split("=")[1].removesuffix("M")) < 1200
     assert [run(found, index).returncode for index in range(2)] == [0, 3]
-    places, cells = Places(tmp_path / "runs"), load_sweep(tmp_path / "plan.toml").cells
+    places, cells = SweepFolder(tmp_path / "runs"), load_sweep(tmp_path / "plan.toml").cells
     assert [places.state(cell) for cell in cells] == ["finished", "diverged"]
     assert [places.failure(cell).exists() for cell in cells] == [False, True]
     beyond = run(found, 2)
@@ -94,7 +93,7 @@ def test_a_warning_before_the_time_is_up_leaves_a_checkpoint_and_no_failure(tmp_
     found = script(tmp_path, plan)
     environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "0"}
     process = subprocess.Popen(["sh", str(found)], env=environment, stderr=subprocess.PIPE)
-    places, cell = Places(tmp_path / "runs"), load_sweep(tmp_path / "plan.toml").cells[0]
+    places, cell = SweepFolder(tmp_path / "runs"), load_sweep(tmp_path / "plan.toml").cells[0]
     end = time.monotonic() + 120
     while len(read_lines(places.run(cell) / "rounds.jsonl")) < 3:
         assert time.monotonic() < end
@@ -113,7 +112,7 @@ def test_submitting_needs_sbatch_and_says_what_it_says(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(QuiverError, match="no sbatch on this machine"):
-        SlurmArray(Needs(), submit=True)
+        SlurmArray(CellNeeds(), submit=True)
     sbatch = tmp_path / "sbatch"
     sbatch.write_text('#!/bin/sh\necho "Submitted batch job 42"\n')
     sbatch.chmod(0o755)
@@ -129,8 +128,8 @@ def test_submitting_needs_sbatch_and_says_what_it_says(
 
 def test_a_race_is_not_handed_to_slurm(tmp_path: Path) -> None:
     with (
-        overview([], {}, True) as watcher,
+        show_sweep([], {}, True) as watcher,
         pytest.raises(QuiverError, match=r"\[tuning\] cannot be handed to Slurm: "),
     ):
-        SlurmArray(Needs()).run([], Places(tmp_path), watcher, {"cell": 2})
+        SlurmArray(CellNeeds()).run([], SweepFolder(tmp_path), watcher, {"cell": 2})
     assert not list(tmp_path.iterdir())

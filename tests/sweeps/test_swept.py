@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import quiverfl as qv
 from quiverfl.cli.main import app
-from quiverfl.sweeps import overview
+from quiverfl.sweeps import display as overview
 
 PLAN: dict[str, Any] = {
     "base": {
@@ -28,7 +28,7 @@ PLAN["base"]["data"]["options"] = {"train": 80, "test": 40, "shape": [3], "class
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, qv.Swept]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, qv.SweepResult]:
     folder = tmp_path_factory.mktemp("sweep")
     return folder, qv.sweep(PLAN, folder)
 
@@ -44,7 +44,7 @@ def test_a_dry_run_says_what_there_is_and_runs_nothing(tmp_path: Path) -> None:
         found.comparison()
 
 
-def test_its_cells_are_those_of_the_command(done: tuple[Path, qv.Swept]) -> None:
+def test_its_cells_are_those_of_the_command(done: tuple[Path, qv.SweepResult]) -> None:
     folder, found = done
     assert found.table["state"].tolist() == ["finished"] * 4
     assert found.failed == {}
@@ -71,7 +71,7 @@ def _toml(value: Any) -> str:
     return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
 
 
-def test_called_again_it_resumes_and_compares(done: tuple[Path, qv.Swept]) -> None:
+def test_called_again_it_resumes_and_compares(done: tuple[Path, qv.SweepResult]) -> None:
     folder, first = done
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")}
     again = qv.sweep(PLAN, folder, methods=["dfedpgp"], settings={"training.lr": 0.1})
@@ -123,7 +123,7 @@ def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython.display", stand_in)
     monkeypatch.setattr(overview._Notebook, "pause", 0.0)
     cells = qv.sweep(PLAN, "nowhere", dry_run=True).plan.cells[:1]
-    watcher = overview._Notebook(overview.Console(), overview.Account(cells, {}))
+    watcher = overview._Notebook(overview.Console(), overview.Tally(cells, {}))
     watcher.started(cells[0])
     watcher.progressed(cells[0], 1, {})
     watcher.ended(overview.Outcome(cells[0], "finished", 1.0))

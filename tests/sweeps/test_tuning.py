@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
-from quiverfl.config import parse
 from quiverfl.errors import QuiverError
-from quiverfl.paper.reproduce.catalogue import configs
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell, Choice, load_sweep
-from quiverfl.sweeps.tuning import Try, Tuned, as_overrides, tuned
+from quiverfl.paper.reproduce.catalogue import configs_folder
+from quiverfl.runs.config import parse_config
+from quiverfl.sweeps.plan import Cell, Choice, SweepFolder, load_sweep
+from quiverfl.sweeps.tune import Try, TunedMethod, format_overrides, select_tuned
 from run_folders import Recipe, write_run
 
 
@@ -25,17 +25,17 @@ def cell(lr: float, decay: float = 0.9, case: str = "a", seed: int = 0, **data: 
         "training": {"lr": lr, "lr_decay": decay},
         "run": {"seed": seed},
     }
-    return Cell(parse(tree), case, (("training.lr", lr), ("training.lr_decay", decay)))
+    return Cell(parse_config(tree), case, (("training.lr", lr), ("training.lr_decay", decay)))
 
 
-def finished(places: Places, one: Cell, level: float) -> Cell:
+def finished(places: SweepFolder, one: Cell, level: float) -> Cell:
     """A run of the cell that ends at about this accuracy at stage local, 0.3 lower at mixed."""
     write_run(places.run(one), Recipe(level=level, drop=0.3, seed=one.config.run.seed))
     return one
 
 
 def test_the_mean_over_cases_decides(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     cells = [
         finished(places, cell(0.1, case="a"), 0.50),
         finished(places, cell(0.1, case="bb"), 0.50),
@@ -44,35 +44,35 @@ def test_the_mean_over_cases_decides(tmp_path: Path) -> None:
         finished(places, cell(0.3, case="a"), 0.20),
         finished(places, cell(0.3, case="bb"), 0.20),
     ]
-    (found,) = tuned(cells, places, "local", "last")
+    (found,) = select_tuned(cells, places, "local", "last")
     assert [dict(one.point)["training.lr"] for one in found.tries] == [0.2, 0.1, 0.3]
     assert set(found.best.scores) == {"a", "bb"}
     assert found.at_the_edge() == []
-    assert tomllib.loads(as_overrides([found])) == {
+    assert tomllib.loads(format_overrides([found])) == {
         "overrides": {"dfedpgp": {"training": {"lr": 0.2, "lr_decay": 0.9}}}
     }
 
 
 def test_a_try_that_diverged_with_any_seed_is_never_chosen(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     good = finished(places, cell(0.1), 0.4)
     half = [finished(places, cell(0.2), 0.9), cell(0.2, seed=1)]
-    (found,) = tuned([good, *half], places, "local", "last")
+    (found,) = select_tuned([good, *half], places, "local", "last")
     assert [dict(one.point)["training.lr"] for one in found.tries] == [0.1, 0.2]
     assert found.tries[1].mean != found.tries[1].mean
 
 
 def test_without_a_score_nothing_is_recommended(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     lost = cell(0.2)
     write_run(places.run(lost), Recipe(), finished=False)
     text = {"finished": False, "diverged": {"round": 1, "client": 0}, "error": "…"}
     (places.run(lost) / "summary.json").write_text(json.dumps(text))
-    (found,) = tuned([cell(0.1), lost], places, "local", "last")
+    (found,) = select_tuned([cell(0.1), lost], places, "local", "last")
     assert found.best is None
     assert found.at_the_edge() == []
     assert [one.diverged for one in found.tries] == [False, True]
-    assert as_overrides([found]) == ""
+    assert format_overrides([found]) == ""
 
 
 CANNOT_RUN = """
@@ -140,34 +140,42 @@ def test_what_is_set_against_a_case_makes_no_further_tries(tmp_path: Path) -> No
     )
     for setting, words in (("data.alpha=0.3", "alpha 0.3"), ("data.alpha=", "alpha default")):
         plan = load_sweep(tmp_path / "plan.toml", Choice(values=[setting]))
-        (found,) = tuned(plan.cells, Places(tmp_path), "local", "last")
+        (found,) = select_tuned(plan.cells, SweepFolder(tmp_path), "local", "last")
         assert len(found.tries) == 3
         assert f"b, lr 0.1, {words}" in {one.label for one in plan.cells}
 
 
 def test_the_overrides_of_a_method_of_ones_own_can_be_read(tmp_path: Path) -> None:
-    own = Tuned("my.methods:Own", (Try((("training.lr", 0.1),), {"": 0.5}),))
-    assert tomllib.loads(as_overrides([own])) == {
+    own = TunedMethod("my.methods:Own", (Try((("training.lr", 0.1),), {"": 0.5}),))
+    assert tomllib.loads(format_overrides([own])) == {
         "overrides": {"my.methods:Own": {"training": {"lr": 0.1}}}
     }
 
 
 def test_a_choice_at_the_edge_of_what_was_tried_is_told(tmp_path: Path) -> None:
-    places = Places(tmp_path)
+    places = SweepFolder(tmp_path)
     cells = [finished(places, cell(lr), lr) for lr in (0.2, 0.5, 0.8)]
-    (found,) = tuned(cells, places, "local", "last")
+    (found,) = select_tuned(cells, places, "local", "last")
     assert found.at_the_edge() == ["training.lr"]
 
 
 def test_test_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuiverError, match="choosing by the test data"):
-        tuned([cell(0.1, validation=None)], Places(tmp_path), "local", "last")
+        select_tuned([cell(0.1, validation=None)], SweepFolder(tmp_path), "local", "last")
+
+
+def test_tries_on_unlike_data_are_refused(tmp_path: Path) -> None:
+    """The best of several alphas would be the easiest of several problems."""
+    tries = [replace(cell(0.1), point=(("data.alpha", alpha),)) for alpha in (0.1, 1.0)]
+    with pytest.raises(QuiverError, match=r"data\.alpha has 2 values in the grid.*\[\[case\]\]"):
+        select_tuned(tries, SweepFolder(tmp_path), "local", "last")
+    select_tuned(tries[:1], SweepFolder(tmp_path), "local", "last")  # one value is one problem
 
 
 def test_the_small_scale_is_tuned_fairly() -> None:
     """As many tries for every method, on a seed that is not reported, never on test data."""
-    tuning = load_sweep(configs() / "sweeps" / "tuning.toml")
-    reported = load_sweep(configs() / "sweeps" / "table1.toml", scale="small")
+    tuning = load_sweep(configs_folder() / "sweeps" / "tuning.toml")
+    reported = load_sweep(configs_folder() / "sweeps" / "table1.toml", scale="small")
     tries: dict[str, set[str]] = {}
     for one in tuning.cells:
         key = json.dumps([one.case, one.point])

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
-from quiverfl.config import parse
 from quiverfl.errors import QuiverError
-from quiverfl.references import source_digest
+from quiverfl.runs.config import parse_config
+from quiverfl.support.references import hash_source
 from quiverfl.topologies import make_topology, ring
 
 CODE = '''
@@ -68,7 +68,7 @@ def needy(clients, neighbors=1):
         for sender, receivers in enumerate(chosen):
             mass[receivers, sender] = 1
         return mass / (neighbors + 1)
-    return qv.custom(weights, clients, looks=qv.Looks(loss=True))
+    return qv.custom(weights, clients, reports=qv.ReportSpec(loss=True))
 
 
 def silent(clients):
@@ -108,7 +108,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     """As in a new process."""
     sys.modules.pop("my_graphs", None)
-    source_digest.cache_clear()
+    hash_source.cache_clear()
 
 
 def quiver(*words: str) -> Any:
@@ -142,7 +142,7 @@ def test_it_is_called_with_clients_seed_and_options_and_keeps_its_name() -> None
         ("matrix", {}, "returned a ndarray: return a Topology, such as from_matrix"),
         ("broken", {}, r"failed \(my_graphs.py, line 31\): ZeroDivisionError: division"),
         ("piars", {}, "did you mean 'pairs'"),
-        ("silent", {}, r"custom\(function, clients, looks=Looks\(loss=True\)\)"),
+        ("silent", {}, r"custom\(function, clients, reports=ReportSpec\(loss=True\)\)"),
     ],
 )
 def test_what_it_does_wrong_is_one_sentence(name: str, options: dict[str, Any], words: str) -> None:
@@ -152,12 +152,12 @@ def test_what_it_does_wrong_is_one_sentence(name: str, options: dict[str, Any], 
 
 @pytest.mark.usefixtures("here")
 def test_a_configuration_that_names_one_that_is_not_there_is_refused() -> None:
-    parse({"topology": {"name": "my_graphs:pairs"}})
+    parse_config({"topology": {"name": "my_graphs:pairs"}})
     for name in ("my_graphs:piars", "nowhere:make"):
         with pytest.raises(QuiverError, match=f"^configuration: topology.name = '{name}': "):
-            parse({"topology": {"name": name}})
+            parse_config({"topology": {"name": name}})
     with pytest.raises(QuiverError, match=r"'rign': unknown topology; did you mean 'ring'.*Your"):
-        parse({"topology": {"name": "rign"}})
+        parse_config({"topology": {"name": "rign"}})
 
 
 def test_runs_comparisons_and_reports_name_it(here: Path) -> None:

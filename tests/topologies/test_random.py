@@ -22,7 +22,7 @@ from quiverfl.topologies import (
     star,
 )
 from quiverfl.topologies.graph import DENSE_LIMIT, Graph
-from quiverfl.topologies.topology import downloads, links, uploads
+from quiverfl.topologies.topology import count_downloads, count_links, count_uploads
 
 SEEDS = st.integers(0, 2**40)
 ROUNDS = st.integers(0, 10_000)
@@ -51,8 +51,8 @@ def test_push_splits_columns_evenly_over_oneself_and_n_others(size, seed, round)
     assert links.diagonal().all()
     assert np.allclose(graph.weights[links], 1 / (neighbors + 1), rtol=0, atol=0)
     assert graph.column_stochastic
-    assert (uploads(graph) == neighbors).all()
-    assert downloads(graph).sum() == clients * neighbors
+    assert (count_uploads(graph) == neighbors).all()
+    assert count_downloads(graph).sum() == clients * neighbors
     assert graph.active.all()
 
 
@@ -65,8 +65,8 @@ def test_pull_averages_rows_over_oneself_and_n_others(size, seed, round):
     assert (links.sum(axis=1) == neighbors + 1).all()
     assert links.diagonal().all()
     assert graph.row_stochastic
-    assert (downloads(graph) == neighbors).all()
-    assert uploads(graph).sum() == clients * neighbors
+    assert (count_downloads(graph) == neighbors).all()
+    assert count_uploads(graph).sum() == clients * neighbors
 
 
 @settings(deadline=None)
@@ -107,7 +107,7 @@ def test_erdos_renyi_links_every_pair_with_the_same_probability():
 def test_erdos_renyi_at_the_ends():
     assert np.array_equal(erdos_renyi(5, 0.0)(0).weights, np.eye(5))
     assert np.allclose(erdos_renyi(5, 1.0)(0).weights, 0.2)
-    assert uploads(erdos_renyi(5, 1e-12)(0)).sum() == 0
+    assert count_uploads(erdos_renyi(5, 1e-12)(0)).sum() == 0
 
 
 @pytest.mark.parametrize("factory", [random_push, random_pull])
@@ -199,14 +199,14 @@ def test_many_clients_stay_sparse(factory, clients):
     began = time.perf_counter()
     graph = factory(clients, 10, seed=1)(3)
     assert time.perf_counter() - began < 5, "a tenth of it on an idle machine"
-    assert graph.sparse.nnz == links(graph) == clients * 11
+    assert graph.sparse.nnz == count_links(graph) == clients * 11
     assert graph.row_stochastic or graph.column_stochastic
     assert "weights" not in vars(graph)
 
 
 def test_many_clients_of_erdos_renyi_stay_sparse():
     graph = erdos_renyi(10_000, 0.001, seed=1)(0)
-    links = uploads(graph).sum() / 2  # 49,995 expected, standard deviation 223
+    links = count_uploads(graph).sum() / 2  # 49,995 expected, standard deviation 223
     assert abs(links - 49_995) < 1_500
     assert graph.sparse.nnz == 10_000 + 2 * links
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from quiverfl.errors import QuiverError
 from quiverfl.topologies import (
-    Looks,
+    ReportSpec,
+    ReportView,
     Topology,
-    View,
     bandit_push,
     custom,
     loss_push,
@@ -23,12 +23,18 @@ from quiverfl.topologies import (
     similar_push,
     unreliable,
 )
-from quiverfl.topologies.analysis import connected_by, connectivity_window, union
+from quiverfl.topologies.analysis import (
+    check_connectivity,
+    draw_first_graphs,
+    find_connected_ends,
+    find_connectivity_window,
+    graph_from_text,
+    graph_to_text,
+    unite_graphs,
+)
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.recorded import as_text, from_text, watch
-from quiverfl.topologies.topology import uploads
-from quiverfl.topologies.unchanging import first_graphs
-from quiverfl.topologies.view import MOST_CLIENTS
+from quiverfl.topologies.reports import MOST_CLIENTS
+from quiverfl.topologies.topology import count_uploads
 
 RULES = {
     "loss": lambda m, n, **o: loss_push(m, n, **o),
@@ -39,21 +45,23 @@ RULES = {
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def any_view(looks: Looks, clients: int, random: np.random.Generator) -> View:
+def any_view(looks: ReportSpec, clients: int, random: np.random.Generator) -> ReportView:
     """Whatever could be told, and what should not: nothing, infinity, all the same."""
     told = random.normal(size=(clients, clients, looks.width)).astype(np.float32)
     told[random.random(told.shape) < 0.3] = random.choice([np.nan, np.inf, -np.inf, 0.0])
     heard = random.integers(-1, 50, (clients, clients)).astype(np.int32)
-    return View(looks, told, heard, random.integers(0, 9, (clients, clients)).astype(np.int32))
+    return ReportView(
+        looks, told, heard, random.integers(0, 9, (clients, clients)).astype(np.int32)
+    )
 
 
-def losses(rows: list[list[float]], sent: list[list[int]] | None = None) -> View:
+def losses(rows: list[list[float]], sent: list[list[int]] | None = None) -> ReportView:
     told = np.array(rows, dtype=np.float32)[:, :, None]
     counts = np.zeros(told.shape[:2], dtype=np.int32) if sent is None else np.array(sent)
-    return View(Looks(loss=True), told, np.zeros(told.shape[:2], dtype=np.int32), counts)
+    return ReportView(ReportSpec(loss=True), told, np.zeros(told.shape[:2], dtype=np.int32), counts)
 
 
-def chosen(topology: Topology, view: View, round: int = 1) -> list[set[int]]:
+def chosen(topology: Topology, view: ReportView, round: int = 1) -> list[set[int]]:
     """Whom every client sends to."""
     links = topology(round, view).weights > 0
     return [set(np.flatnonzero(links[:, me])) - {me} for me in range(topology.clients)]
@@ -72,7 +80,7 @@ def test_columns_sum_to_one_whatever_is_seen(rule, clients, share, drawn, seed, 
     neighbors = 1 + int(share * (clients - 2))
     explore = int(drawn * neighbors)
     topology = rule(clients, neighbors, explore=explore, seed=seed)
-    view = any_view(topology.looks, clients, np.random.default_rng(seed))
+    view = any_view(topology.reports, clients, np.random.default_rng(seed))
     graph = topology(round, view)
     links = graph.weights > 0
     assert graph.column_stochastic
@@ -80,7 +88,7 @@ def test_columns_sum_to_one_whatever_is_seen(rule, clients, share, drawn, seed, 
     assert (links.sum(axis=0) == neighbors + 1).all()
     assert (graph.weights[links] == 1 / (neighbors + 1)).all()
     assert explore == 0 or (links.sum(axis=1) > explore).all()  # nobody is left out
-    assert explore == 0 or connectivity_window([graph]) == 1
+    assert explore == 0 or find_connectivity_window([graph]) == 1
     again = pickle.loads(pickle.dumps(topology))(round, view)
     assert np.array_equal(graph.weights, again.weights)  # pure, and the same elsewhere
 
@@ -88,7 +96,7 @@ def test_columns_sum_to_one_whatever_is_seen(rule, clients, share, drawn, seed, 
 @every_rule
 def test_seed_and_round_decide_what_the_view_leaves_open(rule):
     first, other = (rule(30, 3, seed=seed) for seed in (0, 1))
-    nothing = View.nothing(first.looks, 30)
+    nothing = ReportView.empty(first.reports, 30)
     drawn = first(0, nothing).weights
     assert np.array_equal(drawn, first(0).weights)  # before round 0 nobody was told anything
     assert not np.array_equal(drawn, other(0).weights)
@@ -123,11 +131,11 @@ def test_power_of_choice_takes_the_best_of_those_it_drew():
 
 
 def test_by_similarity():
-    looks = Looks(sketch=2)
+    looks = ReportSpec(sketch=2)
     directions = np.array([[1, 0], [0.9, 0.1], [0, 5], [0.1, 3]], dtype=np.float32)
     told = np.repeat(directions[None], 4, axis=0)
     ages = np.zeros((4, 4), dtype=np.int32)
-    found = chosen(similar_push(4, 1, explore=0, sketch=2), View(looks, told, ages, ages))
+    found = chosen(similar_push(4, 1, explore=0, sketch=2), ReportView(looks, told, ages, ages))
     assert found == [{1}, {0}, {3}, {2}]  # by angle, not by length
 
 
@@ -147,13 +155,13 @@ def test_by_upper_confidence_bounds():
 def test_exploration_keeps_every_link_possible(rule):
     """However firm the view is, in enough rounds everybody has sent to everybody."""
     topology, firm = (rule(8, 2, explore=explore, seed=3) for explore in (1, 0))
-    view = any_view(topology.looks, 8, np.random.default_rng(0))
-    told = np.random.default_rng(1).random(view.told.shape).astype(np.float32)
-    view = View(view.looks, told, view.heard, 0 * view.sent)
+    view = any_view(topology.reports, 8, np.random.default_rng(0))
+    told = np.random.default_rng(1).random(view.values.shape).astype(np.float32)
+    view = ReportView(view.spec, told, view.heard, 0 * view.sent)
     explored = sum(topology(round, view).weights > 0 for round in range(200))
     assert (explored > 0).all()
     if firm.name != "loss_push":  # whose candidates are drawn
-        assert as_text(firm(50, view)) == as_text(firm(51, view))
+        assert graph_to_text(firm(50, view)) == graph_to_text(firm(51, view))
 
 
 def test_all_is_chance_where_everybody_is_drawn():
@@ -184,11 +192,11 @@ def test_mass_is_conserved_over_500_rounds(rule):
     topology = rule(clients, 3, seed=1)
     random = np.random.default_rng(0)
     u, mu = random.normal(size=(clients, 7)), np.ones(clients)
-    total, view = u.sum(axis=0), View.nothing(topology.looks, clients)
+    total, view = u.sum(axis=0), ReportView.empty(topology.reports, clients)
     for round in range(500):
         graph = topology(round, view)
-        telling = np.resize(u / mu[:, None], (clients, topology.looks.width)).astype(np.float32)
-        view = view.after(round, graph, telling)
+        telling = np.resize(u / mu[:, None], (clients, topology.reports.width)).astype(np.float32)
+        view = view.with_messages(round, graph, telling)
         u, mu = graph.sparse @ u, graph.sparse @ mu
         assert abs(mu.sum() - clients) < 1e-12
     assert np.abs(u.sum(axis=0) - total).max() < 1e-12
@@ -196,20 +204,22 @@ def test_mass_is_conserved_over_500_rounds(rule):
 
 
 def test_clients_know_what_they_were_told_and_nothing_else():
-    view = View.nothing(Looks(loss=True, norm=True), 3)
+    view = ReportView.empty(ReportSpec(loss=True, norm=True), 3)
     ring = np.array([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]])  # 0 → 1 → 2 → 0
     topology = custom(lambda _: ring, 3)
-    first = view.after(0, topology(0), np.array([[1, 10], [2, 20], [3, 30]], dtype=np.float32))
+    first = view.with_messages(
+        0, topology(0), np.array([[1, 10], [2, 20], [3, 30]], dtype=np.float32)
+    )
     nan = np.nan
     assert np.array_equal(first.loss, [[1, nan, 3], [1, 2, nan], [nan, 2, 3]], equal_nan=True)
     assert np.array_equal(first.norm[0], [10, nan, 30], equal_nan=True)
     assert first.heard.tolist() == [[-1, -1, 0], [0, -1, -1], [-1, 0, -1]]
     assert first.sent.tolist() == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
     back = custom(lambda _: ring.T, 3)
-    second = first.after(1, back(1), np.array([[4, 0], [5, 0], [6, 0]], dtype=np.float32))
+    second = first.with_messages(1, back(1), np.array([[4, 0], [5, 0], [6, 0]], dtype=np.float32))
     assert second.loss.tolist() == [[4, 5, 3], [1, 5, 6], [4, 2, 6]]  # the old beside the new
-    assert np.isnan(view.told).all()
-    with pytest.raises(QuiverError, match=r"no sketch.*looks=Looks\(sketch=32\)"):
+    assert np.isnan(view.values).all()
+    with pytest.raises(QuiverError, match=r"no sketch.*reports=ReportSpec\(sketch=32\)"):
         _ = first.sketch
 
 
@@ -221,7 +231,7 @@ def test_clients_away_and_links_that_fail_see_the_same_view():
         unreliable(plain, 0.4, seed=4, exchange="push"),
         make_topology("loss_push", 12, neighbors=3, participation=0.5, link_failure=0.2),
     ):
-        assert wrapped.looks == plain.looks
+        assert wrapped.reports == plain.reports
         graph = wrapped(5, view)
         assert graph.column_stochastic
         across = (graph.weights > 0) & ~np.eye(12, dtype=bool)
@@ -230,7 +240,7 @@ def test_clients_away_and_links_that_fail_see_the_same_view():
 
 
 def test_a_later_round_is_not_known_without_a_view():
-    with pytest.raises(QuiverError, match="looks at what the rounds before left"):
+    with pytest.raises(QuiverError, match="loss_push is adaptive, so its graph"):
         loss_push(6, 2)(1)
 
 
@@ -245,7 +255,7 @@ def test_a_later_round_is_not_known_without_a_view():
         (lambda: bandit_push(6, 2, by="luck"), "by = 'luck'"),
         (lambda: bandit_push(6, 2, confidence=-1.0), "confidence = -1.0"),
         (lambda: loss_push(MOST_CLIENTS + 1, 2), "2,001 clients"),
-        (lambda: Looks(), "nothing to look at"),
+        (lambda: ReportSpec(), "nothing to report"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, words):
@@ -255,28 +265,30 @@ def test_what_makes_no_sense_is_refused(make, words):
 
 def test_links_are_written_down_and_read_again():
     graph = random_push(9, 2, seed=0)(0)
-    text = as_text(graph)
+    text = graph_to_text(graph)
     assert text.count(";") == 8
-    assert np.array_equal(from_text(text).weights, graph.weights)
-    assert as_text(random_push(2, 1, seed=0)(0)) == "1;0"
+    assert np.array_equal(graph_from_text(text).weights, graph.weights)
+    assert graph_to_text(random_push(2, 1, seed=0)(0)) == "1;0"
     for damaged in ("1;x", "1;7", "1;-1"):
         with pytest.raises(QuiverError, match="damaged"):
-            from_text(damaged)
+            graph_from_text(damaged)
 
 
 def test_a_union_that_falls_apart_is_told():
-    apart, across = from_text("1;0;3;2"), from_text("2;;0;")
-    watched = watch([apart] * 4 + [across] + [apart] * 5, 3)
+    apart, across = graph_from_text("1;0;3;2"), graph_from_text("2;;0;")
+    watched = check_connectivity([apart] * 4 + [across] + [apart] * 5, 3)
     assert watched.window == 6
-    assert watched.apart == (0, 1, 5, 6, 7)
+    assert watched.disconnected == (0, 1, 5, 6, 7)
     assert (
         "of 8 windows of 3 rounds 5 are not strongly connected (rounds 1–3, 2–4, 6–8 and 2 more)"
-        in (watched.words())
+        in (watched.describe())
     )
-    assert watch([apart] * 4).window is None
-    assert "all 4 rounds together are not" in watch([apart] * 4).words()
-    assert watch([across, apart] * 4, 2).words().startswith("any 2 consecutive rounds")
-    assert watch([random_push(4, 3)(0)] * 3).words().startswith("every round")
+    assert check_connectivity([apart] * 4).window is None
+    assert "all 4 rounds together are not" in check_connectivity([apart] * 4).describe()
+    assert (
+        check_connectivity([across, apart] * 4, 2).describe().startswith("any 2 consecutive rounds")
+    )
+    assert check_connectivity([random_push(4, 3)(0)] * 3).describe().startswith("every round")
 
 
 @settings(deadline=None, max_examples=60)
@@ -289,7 +301,7 @@ def test_windows_are_those_that_trying_all_of_them_finds(clients, rounds, seed, 
             " ".join(str(j) for j in range(clients) if j != i and random.random() < density)
             for i in range(clients)
         ]
-        graphs.append(from_text(";".join(names)))
+        graphs.append(graph_from_text(";".join(names)))
 
     def connected(begin: int, end: int) -> bool:
         reach = sum(graph.weights for graph in graphs[begin:end]) > 0
@@ -299,7 +311,7 @@ def test_windows_are_those_that_trying_all_of_them_finds(clients, rounds, seed, 
         next((end for end in range(begin, rounds) if connected(begin, end + 1)), None)
         for begin in range(rounds)
     ]
-    assert connected_by(graphs) == ends
+    assert find_connected_ends(graphs) == ends
     window = next(
         (
             b
@@ -308,7 +320,7 @@ def test_windows_are_those_that_trying_all_of_them_finds(clients, rounds, seed, 
         ),
         None,
     )
-    assert connectivity_window(graphs) == window
+    assert find_connectivity_window(graphs) == window
 
 
 def test_without_exploring_similar_clients_keep_to_themselves():
@@ -317,20 +329,22 @@ def test_without_exploring_similar_clients_keep_to_themselves():
 
     def graphs(explore: int) -> list[Graph]:
         topology = similar_push(10, 3, explore=explore, sketch=2, seed=0)
-        view, found = View.nothing(topology.looks, 10), []
+        view, found = ReportView.empty(topology.reports, 10), []
         for round in range(60):
             found.append(topology(round, view))
-            view = view.after(round, found[-1], kinds)
+            view = view.with_messages(round, found[-1], kinds)
         return found[20:]
 
-    assert watch(graphs(0)).window is None
-    assert watch(graphs(1)).window == 1
+    assert check_connectivity(graphs(0)).window is None
+    assert check_connectivity(graphs(1)).window == 1
 
 
 def test_the_first_graphs_are_those_of_clients_that_always_tell_the_same():
     topology = loss_push(12, 3, candidates=11, explore=0, seed=0)
-    graphs = first_graphs(topology, 40)
-    assert all((uploads(graph) == 3).all() for graph in graphs)
+    graphs = draw_first_graphs(topology, 40)
+    assert all((count_uploads(graph) == 3).all() for graph in graphs)
     plain = random_push(12, 3, seed=0)
-    assert union(graphs[20:]).nnz < union(first_graphs(plain, 40)[20:]).nnz == 144
-    assert np.array_equal(first_graphs(plain, 3)[2].weights, plain(2).weights)
+    assert (
+        unite_graphs(graphs[20:]).nnz < unite_graphs(draw_first_graphs(plain, 40)[20:]).nnz == 144
+    )
+    assert np.array_equal(draw_first_graphs(plain, 3)[2].weights, plain(2).weights)

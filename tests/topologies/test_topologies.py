@@ -29,9 +29,15 @@ from quiverfl.topologies import (
     star,
     torus,
 )
-from quiverfl.topologies.fixed import sides
-from quiverfl.topologies.topology import downloads, links, offline, same_for_all, uploads
-from quiverfl.topologies.view import View
+from quiverfl.topologies.fixed import lattice_sides
+from quiverfl.topologies.reports import ReportView
+from quiverfl.topologies.topology import (
+    build_one_row_graph,
+    count_downloads,
+    count_links,
+    count_uploads,
+    find_offline,
+)
 
 FIXED = [isolated, ring, directed_ring, full, exponential, one_peer_exponential, grid, torus]
 
@@ -44,7 +50,7 @@ def test_isolated_is_the_identity_and_everybody_trains():
     graph = isolated(3)(7)
     assert np.array_equal(graph.weights, np.eye(3))
     assert graph.active.all()
-    assert uploads(graph).sum() == downloads(graph).sum() == 0
+    assert count_uploads(graph).sum() == count_downloads(graph).sum() == 0
 
 
 def test_ring():
@@ -101,7 +107,7 @@ def test_grid_is_as_square_as_possible_with_metropolis_weights():
     ("clients", "shape"), [(12, (3, 4)), (16, (4, 4)), (7, (1, 7)), (100, (10, 10)), (1, (1, 1))]
 )
 def test_sides(clients, shape):
-    assert sides(clients) == shape
+    assert lattice_sides(clients) == shape
 
 
 def test_torus_links_everybody_to_four():
@@ -131,26 +137,26 @@ def test_full_stores_one_row_and_the_matrix_only_on_request():
     assert (graph.matrix.data == 1e-4).all()
     assert graph.row_stochastic
     assert graph.column_stochastic
-    assert (uploads(graph) == 9_999).all()
-    assert (downloads(graph) == 9_999).all()
-    assert links(graph) == 10_000**2
+    assert (count_uploads(graph) == 9_999).all()
+    assert (count_downloads(graph) == 9_999).all()
+    assert count_links(graph) == 10_000**2
     assert "sparse" not in vars(graph)
     assert np.array_equal(full(3)(0).weights, np.full((3, 3), 1 / 3))
 
 
 def test_a_graph_given_as_a_row_counts_as_the_matrix_does():
-    lazy = same_for_all(np.array([3, 1]), np.array([0.75, 0.25]), np.ones(5, dtype=bool))
+    lazy = build_one_row_graph(np.array([3, 1]), np.array([0.75, 0.25]), np.ones(5, dtype=bool))
     built = Graph(lazy.sparse, active=lazy.active)
     assert lazy.one_row
     assert not built.one_row
     assert np.array_equal(lazy.weights[4], [0, 0.25, 0, 0.75, 0])
-    for count in (uploads, downloads, offline):
+    for count in (count_uploads, count_downloads, find_offline):
         assert np.array_equal(count(lazy), count(built)), count
     for figure in ("senders", "weights"):
         assert np.array_equal(getattr(lazy, figure), getattr(built, figure)), figure
     for figure in ("row_stochastic", "column_stochastic"):
         assert getattr(lazy, figure) == getattr(built, figure), figure
-    assert links(lazy) == links(built)
+    assert count_links(lazy) == count_links(built)
 
 
 def test_one_row_only_where_rows_are_equal():
@@ -164,7 +170,7 @@ def test_offline_is_who_neither_trains_nor_receives_whatever_stands_on_the_diago
     matrix = np.array([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.9, 0], [0, 0, 0, 1.0]])
     active = np.array([True, False, False, True])
     graph = Graph(sparse.csr_array(matrix), active)
-    assert np.array_equal(offline(graph), [False, False, True, False])
+    assert np.array_equal(find_offline(graph), [False, False, True, False])
 
 
 def test_a_dense_matrix_of_many_clients_is_refused():
@@ -236,7 +242,7 @@ def test_from_matrix_dense_and_sparse():
     graph = from_matrix(weights.tolist())(0)
     assert graph.column_stochastic
     assert not graph.row_stochastic
-    assert np.array_equal(uploads(graph), [1, 1])
+    assert np.array_equal(count_uploads(graph), [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -288,7 +294,7 @@ def test_star_rows_are_the_average_of_the_sampled_who_alone_train():
     assert np.array_equal(graph.weights, expected)
     assert graph.hub
     assert np.array_equal(graph.senders, chosen)
-    assert uploads(graph).sum() == downloads(graph).sum() == 2
+    assert count_uploads(graph).sum() == count_downloads(graph).sum() == 2
 
 
 def test_star_samples_everybody_equally_often_and_anew():
@@ -330,7 +336,7 @@ def test_by_name():
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("rign", {}, "unknown topology 'rign': did you mean 'ring'"),
+        ("rign", {}, "unknown topology 'rign'; did you mean 'ring'"),
         ("random_push", {"neighbours": 3}, "no option 'neighbours': did you mean 'neighbors'"),
         ("random_push", {}, "needs the option 'neighbors'"),
         ("ring", {"seed": 1}, "'ring' has no option 'seed'"),
@@ -354,5 +360,5 @@ def test_a_topology_can_be_sent_to_another_process(name):
     topology = make_topology(name, 8, **options.get(name, neighbors), participation=1.0)
     copy = pickle.loads(pickle.dumps(topology))
     assert copy == topology
-    view = None if topology.looks is None else View.nothing(topology.looks, 8)
+    view = None if topology.reports is None else ReportView.empty(topology.reports, 8)
     assert np.array_equal(copy(3, view).weights, topology(3, view).weights)

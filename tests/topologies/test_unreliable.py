@@ -12,11 +12,11 @@ from scipy import sparse
 from typer.testing import CliRunner
 
 from quiverfl.cli.main import app
-from quiverfl.config import parse
 from quiverfl.errors import QuiverError
-from quiverfl.experiment import make_method, topology_for
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.experiment import make_method, make_run_topology
 from quiverfl.topologies import Graph, Topology, from_matrix, make_topology, unreliable
-from quiverfl.topologies.unreliable import failed
+from quiverfl.topologies.participation import draw_failures
 
 PUSH = np.array([[0.5, 0.5, 0.0], [0.0, 0.5, 0.25], [0.5, 0.0, 0.75]])
 """weights[receiver, sender]; columns sum to 1."""
@@ -29,7 +29,7 @@ def all_pairs(clients: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("round", [0, 1, 2, 3])
 def test_a_push_that_fails_stays_with_its_sender(round: int) -> None:
-    lost = failed(0.5, 7, round, *all_pairs(3)).reshape(3, 3)
+    lost = draw_failures(0.5, 7, round, *all_pairs(3)).reshape(3, 3)
     expected = PUSH.copy()
     for receiver in range(3):
         for sender in range(3):
@@ -43,7 +43,7 @@ def test_a_push_that_fails_stays_with_its_sender(round: int) -> None:
 
 def test_a_pull_that_fails_stays_with_its_receiver() -> None:
     pull = PUSH.T
-    lost = failed(0.5, 7, 0, *all_pairs(3)).reshape(3, 3)
+    lost = draw_failures(0.5, 7, 0, *all_pairs(3)).reshape(3, 3)
     assert (lost & (pull > 0) & ~np.eye(3, dtype=bool)).any()
     found = unreliable(from_matrix(pull), 0.5, seed=7)(0)
     assert found.row_stochastic
@@ -65,7 +65,7 @@ def test_an_undirected_exchange_needs_both_directions(
     assert graph.column_stochastic
     assert graph.weights == pytest.approx(graph.weights.T)
     whole = make_topology("ring", clients)(round).weights
-    lost = failed(failure, 0, round, *all_pairs(clients)).reshape(clients, clients)
+    lost = draw_failures(failure, 0, round, *all_pairs(clients)).reshape(clients, clients)
     gone = (lost | lost.T) & ~np.eye(clients, dtype=bool)
     assert np.array_equal(graph.weights > 0, (whole > 0) & ~gone)
 
@@ -113,11 +113,11 @@ def test_a_server_has_no_such_links() -> None:
     """Also where the topology was not named: silence would compare unlike things."""
     with pytest.raises(QuiverError, match="links to a server only"):
         make_topology("star", 5, sampled=2, link_failure=0.1)
-    config = parse({"method": {"name": "fedavg"}, "topology": {"link_failure": 0.1}})
+    config = parse_config({"method": {"name": "fedavg"}, "topology": {"link_failure": 0.1}})
     with pytest.raises(QuiverError, match="links to a server only"):
-        topology_for(config, make_method(config), 10)
-    config = parse({"method": {"name": "dfedpgp"}, "topology": {"link_failure": 0.1}})
-    assert topology_for(config, make_method(config), 20).options["link_failure"] == 0.1
+        make_run_topology(config, make_method(config), 10)
+    config = parse_config({"method": {"name": "dfedpgp"}, "topology": {"link_failure": 0.1}})
+    assert make_run_topology(config, make_method(config), 20).options["link_failure"] == 0.1
 
 
 def test_weights_that_nobody_owns_are_refused() -> None:

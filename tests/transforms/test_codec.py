@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quiverfl as qv
-from quiverfl.engine.column_code import code_columns
+from quiverfl.engine.exchange.quantized import transmit_columns
 from quiverfl.transforms.codec import Malformed, decode, encode
-from quiverfl.transforms.dither import BLOCK, Dither, Draws
+from quiverfl.transforms.noise import BLOCK, ClientDither, Dither
 
 CODERS = [
     qv.Quantize(bits=8),
@@ -27,7 +27,7 @@ coders = st.sampled_from(CODERS)
 types = st.sampled_from([torch.float32, torch.float64])
 
 
-def drawn(client: int, numbers: int) -> Draws:
+def drawn(client: int, numbers: int) -> ClientDither:
     return Dither(11, 5).of("u", np.array([client]), numbers)
 
 
@@ -52,9 +52,9 @@ def test_what_is_decoded_is_what_a_simulation_mixes(
     leaf = leaf_of(numbers, 10.0**exponent, seed, dtype)
     draws = drawn(client, numbers)
     code = encode(coder, leaf, draws)
-    assert len(code) == coder.bytes_of(numbers, dtype.itemsize)
+    assert len(code) == coder.coded_bytes(numbers, dtype.itemsize)
     found = decode(coder, code, numbers, dtype, draws)
-    assert torch.equal(found, code_columns(coder, draws, leaf[None], 0)[0])
+    assert torch.equal(found, transmit_columns(coder, draws, leaf[None], 0)[0])
 
 
 @given(
@@ -75,7 +75,7 @@ def test_a_code_of_another_length_is_refused(coder: Any, numbers: int, cuts: int
 def test_whatever_bytes_arrive_give_finite_numbers_or_a_sentence(
     coder: Any, numbers: int, content: Any
 ) -> None:
-    code = content.randbytes(coder.bytes_of(numbers, 4))
+    code = content.randbytes(coder.coded_bytes(numbers, 4))
     with contextlib.suppress(Malformed):
         found = decode(coder, code, numbers, torch.float32, drawn(0, numbers))
         assert found.shape == (numbers,)

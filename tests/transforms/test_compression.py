@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.config import parse
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.coded_exchange import CodedExchange
-from quiverfl.engine.column_code import code_columns
-from quiverfl.engine.exchange import MatrixExchange
-from quiverfl.engine.footprint import predict
-from quiverfl.engine.mixing import mix
-from quiverfl.engine.rounds import communicate
+from quiverfl.engine.exchange.build import build_exchange
+from quiverfl.engine.exchange.compression import CompressionStage
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.exchange.matrix import MatrixProduct, mix
+from quiverfl.engine.exchange.quantized import transmit_columns
+from quiverfl.engine.memory import predict_memory
+from quiverfl.engine.rounds import exchange_messages
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.transformed import transformed_exchange
-from quiverfl.topologies.topology import offline
-from quiverfl.transforms.chosen import Transforms
-from quiverfl.transforms.dither import BLOCK, ROWS, Dither
+from quiverfl.runs.config import parse_config
+from quiverfl.topologies.topology import find_offline
+from quiverfl.transforms import Transforms
+from quiverfl.transforms.noise import BLOCK, ROWS, Dither
 from small import AWAY, CLIENTS, METHODS, PUSH, TRAINING, distance, simulate, states, tiny_data
 from small import tiny_task as task
 
@@ -40,7 +40,7 @@ NUMBERS = 2 * BLOCK + 7
 def exchange(compression: Any, topology: Any, delay: int = 0, mass: str | None = "mu") -> Any:
     method = qv.OSGP(delay=delay) if mass else qv.DFedAvgM()
     settings = RunSettings(rounds=500, seed=3, dtype=torch.float64)
-    return transformed_exchange(Transforms(compression), method, topology, settings)
+    return build_exchange(Transforms(compression), method, topology, settings)
 
 
 def messages(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -59,8 +59,8 @@ def test_eight_bits_of_a_block_by_hand() -> None:
     step = float(coder.scales(x))
     assert step == pytest.approx(1 / 127, rel=2**-6)
     assert step * 127 > 1
-    low = coder.sent(x, torch.full_like(x, 2**-17))
-    high = coder.sent(x, torch.full_like(x, 1 - 2**-17))
+    low = coder.transmit(x, torch.full_like(x, 2**-17))
+    high = coder.transmit(x, torch.full_like(x, 1 - 2**-17))
     torch.testing.assert_close(low, torch.floor(x / step) * step)
     torch.testing.assert_close(high, torch.ceil(x / step) * step)
 
@@ -72,7 +72,7 @@ def test_rounding_is_right_on_average_and_off_by_a_step_at_most(bits: Any) -> No
     total, rounds = torch.zeros_like(x), 200
     for t in range(rounds):
         draws = Dither(0, t).of("u", np.arange(CLIENTS), NUMBERS)
-        found = code_columns(coder, draws, x, 0)
+        found = transmit_columns(coder, draws, x, 0)
         assert (found - x).abs().max() <= 1.01 * steps
         total += found
     # Twelve deviations of the mean of numbers that are off by at most half a step on average.
@@ -83,12 +83,12 @@ def test_rounding_is_right_on_average_and_off_by_a_step_at_most(bits: Any) -> No
 def test_top_k_sends_the_largest_of_every_block_and_random_k_others_every_round() -> None:
     x = messages()["u"]
     draws = [Dither(0, t).of("u", np.arange(CLIENTS), NUMBERS) for t in range(2)]
-    top = code_columns(qv.TopK(fraction=0.1), draws[0], x, 0)
+    top = transmit_columns(qv.TopK(fraction=0.1), draws[0], x, 0)
     block, sent = x[:, :BLOCK].abs(), top[:, :BLOCK] != 0
     assert (sent.sum(dim=1) == 10).all()
     assert (block.masked_fill(~sent, 9).amin(dim=1) >= block.masked_fill(sent, 0).amax(dim=1)).all()
     assert (top[:, 2 * BLOCK :] != 0).sum() == CLIENTS  # one of the last seven
-    first, second = (code_columns(qv.RandomK(fraction=0.1), one, x, 0) for one in draws)
+    first, second = (transmit_columns(qv.RandomK(fraction=0.1), one, x, 0) for one in draws)
     assert ((first != 0).sum(dim=1) == 21).all()
     assert not torch.equal(first, second)
     assert (first == x)[first != 0].all()
@@ -126,7 +126,7 @@ def conserves(made: Any, topology: Any, rounds: int) -> None:
         now["u"] = now["u"] + change
         made.push(t, topology(t), now)
         now = made.collect(t)
-        flying = made.in_flight()
+        flying = made.tensors()
         mass = now["mu"].sum() + sum(v.sum() for k, v in flying.items() if k.endswith("/mu"))
         there = now["u"].sum(0) + sum(v.sum(0) for k, v in flying.items() if k.endswith("/u"))
         assert float(mass) == pytest.approx(CLIENTS, abs=1e-12)
@@ -163,19 +163,19 @@ def test_mass_and_sums_are_conserved_on_every_push_graph(
     conserves(exchange(compression, topology, delay), topology, rounds=500)
 
 
-class _Drops(CodedExchange):
+class _Drops(CompressionStage):
     """A mutant: what is not sent is lost."""
 
-    def collect(self, round: int) -> Any:
+    def after(self, round: int, graph: Any, mixed: Any) -> Any:
         self._rest = {name: torch.zeros_like(leaf) for name, leaf in self._rest.items()}
-        return super().collect(round)
+        return super().after(round, graph, mixed)
 
 
 @pytest.mark.parametrize("compression", EVERY, ids=str)
 def test_a_mutant_that_drops_the_rest_is_caught(compression: Any) -> None:
-    inner = MatrixExchange()
+    core = MatrixProduct()
     ids = np.arange(CLIENTS)
-    mutant = _Drops(inner, compression, 0, ids, "mu", replica=False, fused=False)
+    mutant = Exchange(core, [_Drops(core, compression, 0, ids, "mu", replica=False, fused=False)])
     with pytest.raises(AssertionError):
         conserves(mutant, PUSH(CLIENTS), rounds=3)
 
@@ -186,8 +186,9 @@ def test_one_pass_and_two_find_the_same_bits(compression: Any, dtype: torch.dtyp
     for graph in (PUSH(CLIENTS)(0), AWAY(CLIENTS)(1), qv.full(clients=CLIENTS)(0)):
         found = []
         for fused in (True, False):
-            inner = MatrixExchange(product=lambda g, x: mix(g, x, BLOCK))
-            made = CodedExchange(inner, compression, 0, np.arange(CLIENTS), "mu", False, fused)
+            core = MatrixProduct(product=lambda g, x: mix(g, x, BLOCK))
+            stage = CompressionStage(core, compression, 0, np.arange(CLIENTS), "mu", False, fused)
+            made = Exchange(core, [stage])
             wide = torch.from_numpy(np.random.default_rng(0).normal(size=(CLIENTS, 30_000)))
             made.push(4, graph, {"u": wide.to(dtype), "mu": messages()["mu"]})
             found.append(made.collect(4))
@@ -196,7 +197,7 @@ def test_one_pass_and_two_find_the_same_bits(compression: Any, dtype: torch.dtyp
 
 def test_who_sends_nothing_keeps_every_bit() -> None:
     graph = AWAY(CLIENTS)(0)
-    away = torch.from_numpy(offline(graph))
+    away = torch.from_numpy(find_offline(graph))
     assert away.any()
     now = messages()
     before = now["u"].clone()
@@ -219,7 +220,7 @@ def test_replicas_bring_clients_to_their_exact_mean(compression: Any) -> None:
         made.push(t, ring(t), now)
         now = made.collect(t)
     assert (now["u"] - mean).abs().max() < 1e-5
-    assert (made.in_flight()["replica/u"] - mean).abs().max() < 1e-4
+    assert (made.tensors()["replica/u"] - mean).abs().max() < 1e-4
 
 
 def test_replicas_are_refused_on_graphs_that_change() -> None:
@@ -274,7 +275,7 @@ def test_every_method_is_decided_upon() -> None:
 
 @pytest.mark.parametrize(("method", "graphs", "compression"), CASES)
 def test_every_method_is_lawful_or_refused(method: Any, graphs: Any, compression: Any) -> None:
-    """Laws 1, 4, 6, 8 and 10 of docs/concepts.md where it is allowed; a sentence where not."""
+    """Laws 1, 4, 6, 8 and 10 of docs/explanation/concepts.md, or a sentence that refuses."""
     topology = graphs(CLIENTS)
     hub = topology(0).hub
     if hub or method.name in REFUSED:
@@ -308,18 +309,18 @@ def test_every_method_is_lawful_or_refused(method: Any, graphs: Any, compression
 def _idle_and_conserved(method: Any, topology: Any, compression: Any) -> None:
     settings = RunSettings(rounds=3, dtype=torch.float64)
     shard = Shard(task(), tiny_data(), method, TRAINING, settings)
-    made = transformed_exchange(Transforms(compression), method, topology, settings)
+    made = build_exchange(Transforms(compression), method, topology, settings)
     shard.train(0, np.ones(CLIENTS, dtype=bool))
-    before = [part.clone() for part in shard._personal(np.arange(CLIENTS))]
-    communicate(shard, made, qv.isolated(clients=CLIENTS)(0), 0)
-    assert distance(before, list(shard._personal(np.arange(CLIENTS)))) == 0
+    before = [part.clone() for part in shard.personal(np.arange(CLIENTS))]
+    exchange_messages(shard, made, qv.isolated(clients=CLIENTS)(0), 0)
+    assert distance(before, list(shard.personal(np.arange(CLIENTS)))) == 0
     graph = next(g for t in range(9) if (g := topology(t)).active.any())
     if not graph.column_stochastic:
         return
     outbox = {name: leaf.clone() for name, leaf in shard.outbox().items()}
     sent = {name: leaf.sum(dim=0) for name, leaf in outbox.items()}
     made.push(1, graph, outbox)
-    mixed, flying = made.collect(1), made.in_flight()
+    mixed, flying = made.collect(1), made.tensors()
     for name, total in sent.items():
         away = sum(v.sum(0) for k, v in flying.items() if k.endswith("/" + name))
         torch.testing.assert_close(mixed[name].sum(0) + away, total, rtol=0, atol=1e-12)
@@ -347,18 +348,20 @@ def test_permuting_clients_permutes_results() -> None:
     settings = RunSettings(rounds=3, dtype=torch.float64)
     method, topology = qv.DFedPGP(shared_epochs=1), PUSH(CLIENTS)
     plain = Shard(task(), tiny_data(), method, TRAINING, settings)
-    moved = Shard(task(), tiny_data().only(order), method, TRAINING, settings, clients=order)
+    moved = Shard(task(), tiny_data().select(order), method, TRAINING, settings, clients=order)
     chosen = Transforms(qv.Quantize(bits=4))
-    first = transformed_exchange(chosen, method, topology, settings)
-    inner = MatrixExchange()
-    second = CodedExchange(inner, qv.Quantize(bits=4), 0, np.array(order), "mu", False, True)
+    first = build_exchange(chosen, method, topology, settings)
+    core = MatrixProduct()
+    ids = np.array(order)
+    stage = CompressionStage(core, qv.Quantize(bits=4), 0, ids, "mu", False, True)
+    second = Exchange(core, [stage])
     for t in range(2):
         graph = topology(t)
         other = qv.Graph(graph.sparse[order][:, order], graph.active[order])
         plain.train(t, graph.active)
         moved.train(t, other.active)
-        communicate(plain, first, graph, t)
-        communicate(moved, second, other, t)
+        exchange_messages(plain, first, graph, t)
+        exchange_messages(moved, second, other, t)
     assert distance([leaf[order] for leaf in plain.state], list(moved.state)) <= 1e-12
 
 
@@ -381,23 +384,26 @@ def test_bytes_that_travel_are_counted() -> None:
 def test_memory_is_predicted_with_the_copies_that_coding_takes() -> None:
     settings = RunSettings(rounds=1, dtype=torch.float64)
     parts = (task(), tiny_data(), qv.DFedPGP(), TRAINING, settings)
-    plain = predict(*parts)
-    coded = predict(*parts, transforms=Transforms(qv.Quantize()))
+    plain = predict_memory(*parts)
+    coded = predict_memory(*parts, transforms=Transforms(qv.Quantize()))
     message = 35 * 8 + 8
     assert coded.states - plain.states == CLIENTS * 2 * message
 
 
 def test_eight_bits_are_a_quarter_of_the_bytes() -> None:
-    assert qv.Quantize(bits=8).bytes_of(100_000, 4) <= 0.26 * 400_000
-    assert qv.Quantize(bits=4).bytes_of(100_000, 4) <= 0.13 * 400_000 + 100
-    assert qv.TopK(fraction=0.01).bytes_of(96_000, 4) == 1000 * 5
-    assert qv.RandomK(fraction=0.01).bytes_of(96_000, 4) == 1000 * 4
+    assert qv.Quantize(bits=8).coded_bytes(100_000, 4) <= 0.26 * 400_000
+    assert qv.Quantize(bits=4).coded_bytes(100_000, 4) <= 0.13 * 400_000 + 100
+    assert qv.TopK(fraction=0.01).coded_bytes(96_000, 4) == 1000 * 5
+    assert qv.RandomK(fraction=0.01).coded_bytes(96_000, 4) == 1000 * 4
 
 
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ({"name": "quantise"}, "compression.name = 'quantise': unknown; did you mean 'quantize'?"),
+        (
+            {"name": "quantise"},
+            "compression.name = 'quantise': unknown compression; did you mean 'quantize'?",
+        ),
         ({"name": "quantize", "bits": 3}, "compression.bits = 3: known are 2, 4, 8."),
         ({"name": "top_k", "fraction": 0}, "compression.fraction = 0: it must be a number in"),
         ({"name": "top_k", "bits": 3}, "unknown key compression.bits; known are"),
@@ -410,12 +416,12 @@ def test_eight_bits_are_a_quarter_of_the_bytes() -> None:
 )
 def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], sentence: str) -> None:
     with pytest.raises(qv.QuiverError) as found:
-        parse({"compression": section})
+        parse_config({"compression": section})
     assert sentence in str(found.value)
 
 
 def test_a_configuration_without_it_has_the_identity_it_had() -> None:
-    assert parse({}).identity() == parse({"compression": {}}).identity()
-    coded = parse({"compression": {"name": "quantize", "bits": 4}})
-    assert coded.identity() != parse({}).identity()
+    assert parse_config({}).identity() == parse_config({"compression": {}}).identity()
+    coded = parse_config({"compression": {"name": "quantize", "bits": 4}})
+    assert coded.identity() != parse_config({}).identity()
     assert coded.transforms().compression == qv.Quantize(bits=4)

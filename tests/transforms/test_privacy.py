@@ -12,14 +12,15 @@ import torch
 from opacus.accountants import RDPAccountant
 
 import quiverfl as qv
-from quiverfl.config import parse
-from quiverfl.engine import sample_gradients
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.programs import Program, Vectorized
-from quiverfl.engine.sample_gradients import bind_samples
+from quiverfl.engine.local import gradients
+from quiverfl.engine.local.examples import Batch
+from quiverfl.engine.local.gradients import bind_samples
+from quiverfl.engine.local.programs import Program, Vectorized
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.results.run_files import read_run
+from quiverfl.runs.config import parse_config
 from quiverfl.transforms.noise import Noise
 from quiverfl.transforms.privacy import BudgetSpent, affordable, epsilon
 from small import (
@@ -67,14 +68,14 @@ def test_an_update_is_clipped_over_all_leaves_together_and_blurred() -> None:
     sent = {"u": torch.tensor([[4.0, 5.0]]), "v": torch.tensor([[0.0, 12.0]])}
     sent["mu"] = torch.tensor([0.7])
     noise = Noise(0, "privacy", 0, np.array([3]))
-    found = qv.UpdatePrivacy(clip=6.5, noise=1e-9).released(sent, before, "mu", noise)
+    found = qv.UpdatePrivacy(clip=6.5, noise=1e-9).privatize(sent, before, "mu", noise)
     torch.testing.assert_close(found["u"], torch.tensor([[2.5, 3.0]]))
     torch.testing.assert_close(found["v"], torch.tensor([[0.0, 6.0]]))
     assert float(found["mu"]) == pytest.approx(0.7)
-    small = qv.UpdatePrivacy(clip=20.0, noise=1e-9).released(sent, before, "mu", noise)
+    small = qv.UpdatePrivacy(clip=20.0, noise=1e-9).privatize(sent, before, "mu", noise)
     torch.testing.assert_close(small["u"], sent["u"])
     wide = {"u": torch.zeros(2, 5000)}
-    blurred = qv.UpdatePrivacy(clip=2.0, noise=3.0).released(
+    blurred = qv.UpdatePrivacy(clip=2.0, noise=3.0).privatize(
         wide, wide, None, Noise(0, "privacy", 0, np.array([3, 4]))
     )
     assert float(blurred["u"].std()) == pytest.approx(6.0, rel=0.03)
@@ -124,7 +125,7 @@ def test_what_a_client_learns_while_away_is_clipped_with_what_it_sends_later() -
         threads=1,
         privacy=private,
     )
-    start = tiny_task().initial(0)
+    start = tiny_task().initial_params(0)
     moved = run._shard.state.u[0] - start.shared.double()
     assert 1e-9 < float(moved.norm()) <= 1.1e-3
 
@@ -190,9 +191,13 @@ def test_samples_are_clipped_one_by_one() -> None:
     """Client 0 has five samples: a batch of four and one of one, computed by hand."""
     clip = 0.3
     shard = trained(qv.DPSGD(clip=clip, noise=1e-12))
-    model = tiny_task().module(qv.Point(*(p.double() for p in tiny_task().initial(0)))).double()
+    model = (
+        tiny_task()
+        .make_module(qv.Params(*(p.double() for p in tiny_task().initial_params(0))))
+        .double()
+    )
     parameters = [p.requires_grad_() for p in model.parameters()]
-    x, y = tiny_data().train.of(0)
+    x, y = tiny_data().train.of_client(0)
     order = qv.batch_order(0, client=0, round=0, phase=0, epoch=0, size=5)
     for batch in (order[:4], order[4:]):
         total = [torch.zeros_like(p) for p in parameters]
@@ -207,7 +212,7 @@ def test_samples_are_clipped_one_by_one() -> None:
             for p, into in zip(parameters, total, strict=True):
                 p -= 0.1 * into / len(batch)
     expected = dict(model.named_parameters())
-    found = tiny_task().named(qv.Point(shard.state.u[0], shard.state.v[0]))
+    found = tiny_task().named_params(qv.Params(shard.state.u[0], shard.state.v[0]))
     for name, leaf in found.items():
         torch.testing.assert_close(leaf, expected[name].detach(), rtol=0, atol=1e-9)
 
@@ -215,14 +220,15 @@ def test_samples_are_clipped_one_by_one() -> None:
 @pytest.mark.parametrize("part", ["shared", "personal", "whole"])
 def test_gradients_of_many_samples_are_those_of_one_after_the_other(part: Any) -> None:
     task, executor = tiny_task(), Vectorized()
-    start = [torch.stack([p.double(), 2 * p.double()]) for p in task.initial(0)]
+    start = [torch.stack([p.double(), 2 * p.double()]) for p in task.initial_params(0)]
     program = Program.of(task, torch.float64, torch.device("cpu"))
     x = torch.randn(2, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.arange(14).view(2, 7) % 3
-    one = executor.bind(program, qv.Point(*start), part)
-    wanted = torch.stack([one(2, x[:, s : s + 1], y[:, s : s + 1], None) for s in range(7)], dim=1)
+    one = executor.bind(program, qv.Params(*start), part)
+    each = [Batch(2, x[:, s : s + 1], y[:, s : s + 1]) for s in range(7)]
+    wanted = torch.stack([one(batch) for batch in each], dim=1)
     for features in (False, True):
-        found = bind_samples(program, qv.Point(*start), part, None, features)(2, x, y)
+        found = bind_samples(program, qv.Params(*start), part, None, features)(2, x, y)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
@@ -231,8 +237,8 @@ def test_how_many_samples_are_at_once_changes_nothing(
     executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private, found = qv.DPSGD(clip=0.5), []
-    for size in (1, 15_000, sample_gradients.BYTES):  # vectorized: one, two, all of a batch
-        monkeypatch.setattr(sample_gradients, "BYTES", size)
+    for size in (1, 15_000, gradients.BYTES):  # vectorized: one, two, all of a batch
+        monkeypatch.setattr(gradients, "BYTES", size)
         shard = trained(private, executor=executor)
         assert shard.context.by_sample == (executor == "vectorized" or torch.get_num_threads() == 1)
         found.append(shard.state)
@@ -322,10 +328,10 @@ def test_compression_comes_after_privacy() -> None:
     [
         ({"name": "update", "noise": 0}, "privacy.noise = 0: it must be a positive number"),
         ({"name": "update", "delta": 1}, "privacy.delta = 1: it must be below 1"),
-        ({"name": "updates"}, "privacy.name = 'updates': unknown; did you mean 'update'?"),
+        ({"name": "updates"}, "privacy.name = 'updates': unknown privacy; did you mean 'update'?"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], sentence: str) -> None:
     with pytest.raises(qv.QuiverError) as found:
-        parse({"privacy": section})
+        parse_config({"privacy": section})
     assert sentence in str(found.value)

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.config import parse
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.judged_exchange import sketched
+from quiverfl.engine.exchange.build import build_exchange
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.transformed import transformed_exchange
 from quiverfl.results.run_files import read_run
-from quiverfl.transforms.adversary import attackers
-from quiverfl.transforms.chosen import Transforms
+from quiverfl.runs.config import parse_config
+from quiverfl.transforms import Transforms
+from quiverfl.transforms.attacks import choose_attackers
 from quiverfl.transforms.noise import Noise
-from quiverfl.transforms.robustness import Seen, across, judged
+from quiverfl.transforms.robustness import ReceivedMessage, count_sketch, cross_links, reweigh_graph
 from small import AWAY, CLIENTS, METHODS, PULL, PUSH, REGULAR, simulate, states
 
 RULES = [qv.SelfCenteredClip(), qv.Balance(), qv.Balance(sketch=1000), qv.NormBound(factor=2.0)]
@@ -31,7 +30,7 @@ ATTACKS = [
     qv.ForgedMass(share=0.34),
     qv.Adaptive(share=0.34, distance=1.0),
 ]
-BAD = attackers(ATTACKS[0], 0, CLIENTS)
+BAD = choose_attackers(ATTACKS[0], 0, CLIENTS)
 GOOD = np.setdiff1d(np.arange(CLIENTS), BAD)
 
 
@@ -41,7 +40,7 @@ GOOD = np.setdiff1d(np.arange(CLIENTS), BAD)
 def test_a_neighbour_further_than_the_radius_is_drawn_to_it() -> None:
     """Client 0 at 0, its neighbours at 1 and at 10: with τ = 2 the second counts as if at 2."""
     ring = qv.from_matrix([[1 / 3, 1 / 3, 1 / 3], [0, 1, 0], [0, 0, 1]])
-    made = transformed_exchange(
+    made = build_exchange(
         Transforms(robustness=qv.SelfCenteredClip(radius=2.0)),
         qv.DFedAvgM(),
         ring,
@@ -53,18 +52,18 @@ def test_a_neighbour_further_than_the_radius_is_drawn_to_it() -> None:
 
 
 def test_balance_takes_what_is_near_and_grows_stricter() -> None:
-    near = Seen(np.zeros(3, int), np.array([0.5, 0.9, 1.1]), np.ones(3), np.ones(3), 0.0)
-    late = Seen(near.receivers, near.distances, near.own, near.theirs, 0.9)
+    near = ReceivedMessage(np.zeros(3, int), np.array([0.5, 0.9, 1.1]), np.ones(3), np.ones(3), 0.0)
+    late = ReceivedMessage(near.receivers, near.distances, near.own, near.theirs, 0.9)
     rule = qv.Balance(gamma=1.0, kappa=0.5)
     assert rule.factors(near).tolist() == [1, 1, 0]
     assert rule.factors(late).tolist() == [1, 0, 0]
 
 
 def test_the_outlier_rule_is_that_of_the_peers() -> None:
-    seen = Seen(np.zeros(2, int), np.ones(2), np.ones(2), np.array([9.9, 10.1]), 0.0)
+    seen = ReceivedMessage(np.zeros(2, int), np.ones(2), np.ones(2), np.array([9.9, 10.1]), 0.0)
     assert qv.NormBound(factor=10.0).factors(seen).tolist() == [1, 0]
-    assert bool(qv.NormBound(10.0).takes(9.9, 1.0))
-    assert not bool(qv.NormBound(10.0).takes(10.1, 1.0))
+    assert bool(qv.NormBound(10.0).accepts(9.9, 1.0))
+    assert not bool(qv.NormBound(10.0).accepts(10.1, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -73,26 +72,42 @@ def test_the_outlier_rule_is_that_of_the_peers() -> None:
 def test_what_is_refused_goes_home(graphs: Any) -> None:
     """Columns that summed to 1 still do; where only rows did, rows do."""
     graph = graphs(CLIENTS)(0)
-    receivers, _ = across(graph)
-    weighed = judged(graph, np.random.default_rng(0).uniform(size=len(receivers)))
+    receivers, _ = cross_links(graph)
+    weighed = reweigh_graph(graph, np.random.default_rng(0).uniform(size=len(receivers)))
     axis = 0 if graph.column_stochastic else 1
     np.testing.assert_allclose(weighed.sparse.sum(axis=axis), 1, atol=1e-12)
     assert (
         weighed.weights[~np.eye(CLIENTS, dtype=bool)] <= graph.weights[~np.eye(CLIENTS, dtype=bool)]
     ).all()
-    alone = judged(graph, np.zeros(len(receivers)), mass=False)
+    alone = reweigh_graph(graph, np.zeros(len(receivers)), mass=False)
     if graph.row_stochastic:
         np.testing.assert_allclose(alone.sparse.sum(axis=1), 1, atol=1e-12)
-    untouched = judged(graph, np.ones(len(receivers)))
+    untouched = reweigh_graph(graph, np.ones(len(receivers)))
     np.testing.assert_allclose(untouched.weights, graph.weights, atol=1e-15)
+
+
+def test_what_is_refused_makes_nobody_else_weigh_more() -> None:
+    """Two neighbours at 1/3 each, one refused: 2/3 of one's own, where BALANCE's paper would take
+    1/3 and as much as 2/3 of the other. Where columns sum to 1 it is the sender who keeps it."""
+    thirds = np.full((3, 3), 1 / 3)
+    pull = np.array([[1, 1, 1], [0, 3, 0], [0, 0, 3]]) / 3
+    for weights, mass in ((pull, True), (thirds, False)):
+        graph = qv.from_matrix(weights)(0)
+        _, senders = cross_links(graph)
+        taken = reweigh_graph(graph, (senders != 1).astype(float), mass=mass).weights
+        np.testing.assert_allclose(taken[0], [2 / 3, 0, 1 / 3], atol=1e-15)
+    graph = qv.from_matrix(pull.T)(0)
+    receivers, _ = cross_links(graph)
+    taken = reweigh_graph(graph, (receivers != 1).astype(float)).weights
+    np.testing.assert_allclose(taken[:, 0], [2 / 3, 0, 1 / 3], atol=1e-15)
 
 
 @pytest.mark.parametrize("compression", [None, qv.Quantize(bits=8)], ids=["whole", "8 bits"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_sums_are_conserved_whatever_is_refused(rule: Any, compression: Any) -> None:
     topology, random = AWAY(CLIENTS), np.random.default_rng(1)
-    made = transformed_exchange(
-        Transforms(compression, rule),
+    made = build_exchange(
+        Transforms(compression, robustness=rule),
         qv.OSGP(),
         topology,
         RunSettings(rounds=60, dtype=torch.float64),
@@ -112,7 +127,7 @@ def test_sums_are_conserved_whatever_is_refused(rule: Any, compression: Any) -> 
 def test_distances_of_sketches_are_those_of_models() -> None:
     rows = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 20_000)))
     wanted = float((rows[0] - rows[1]).norm())
-    found = [sketched(rows, 1000, seed, "u") for seed in range(20)]
+    found = [count_sketch(rows, 1000, seed, "u") for seed in range(20)]
     norms = [float((a - b).norm()) for a, b in found]
     assert np.mean(norms) == pytest.approx(wanted, rel=0.02)
     assert np.std(norms) < 0.05 * wanted
@@ -123,7 +138,7 @@ def test_refused_models_are_not_sent_once_sketches_went_ahead() -> None:
     plain = simulate(qv.DFedPGP(), PUSH(CLIENTS), rounds=1, adversary=attack)
     sketch = qv.Balance(gamma=1.5, sketch=10)
     coded = simulate(qv.DFedPGP(), PUSH(CLIENTS), rounds=1, adversary=attack, robustness=sketch)
-    receivers, _ = across(PUSH(CLIENTS)(0))
+    receivers, _ = cross_links(PUSH(CLIENTS)(0))
     taken = round((coded.summary["bytes"] - len(receivers) * 40) / (35 * 8 + 8))
     assert 0 < taken < len(receivers)
     assert coded.summary["bytes"] == taken * (35 * 8 + 8) + len(receivers) * 40
@@ -135,7 +150,7 @@ def test_refused_models_are_not_sent_once_sketches_went_ahead() -> None:
 
 def test_attackers_are_chosen_by_the_seed() -> None:
     assert len(BAD) == 2
-    chosen = {tuple(attackers(ATTACKS[0], seed, 20).tolist()) for seed in range(5)}
+    chosen = {tuple(choose_attackers(ATTACKS[0], seed, 20).tolist()) for seed in range(5)}
     assert len(chosen) == 5
     assert all(len(who) == 7 for who in chosen)
 
@@ -146,7 +161,7 @@ def test_what_attackers_send_by_hand() -> None:
     noise = Noise(0, "adversary", 3, np.array([4]))
 
     def forged(attack: Any) -> tuple[list[float], float]:
-        found = attack.forged(sent, before, "mu", noise)
+        found = attack.attack(sent, before, "mu", noise)
         return found["u"][0].tolist(), float(found["mu"][0])
 
     assert forged(qv.SignFlip(factor=3.0)) == ([-3.0, -6.0], 0.5)
@@ -171,7 +186,7 @@ PAIR = qv.from_matrix([[0.5, 0.5], [0.5, 0.5]])
 def exchanged(transforms: Transforms, method: Any, sent: dict[str, Any], first: Any) -> Any:
     """What two clients have after round 2 of 4."""
     settings = RunSettings(rounds=4, dtype=torch.float64)
-    made = transformed_exchange(transforms, method, PAIR, settings, lambda: first)
+    made = build_exchange(transforms, method, PAIR, settings, lambda: first)
     made.push(2, PAIR(2), {name: leaf.clone() for name, leaf in sent.items()})
     return made.collect(2)
 
@@ -179,7 +194,7 @@ def exchanged(transforms: Transforms, method: Any, sent: dict[str, Any], first: 
 def test_an_attacker_that_adapts_is_just_taken() -> None:
     """Both have one model when the round begins; the bound is exp(-0.5 · 2/4) times its norm."""
     start = torch.tensor([[3.0, 4.0], [3.0, 4.0]], dtype=torch.float64)
-    bad = int(attackers(qv.Adaptive(share=0.5), 0, 2)[0])
+    bad = int(choose_attackers(qv.Adaptive(share=0.5), 0, 2)[0])
     sent = start.clone()
     sent[bad] *= 1.1
     reach = np.exp(-0.25)
@@ -203,7 +218,7 @@ def test_an_attacker_deceives_others_and_not_itself(
     """It has (u, μ) = (2, 1) and sends (2, 0.1); the other has (1, 1). What is refused comes home
     as it was, so that an attacker whom nobody believes does not divide itself to infinity."""
     attack = qv.ForgedMass(share=0.5, factor=0.1)
-    bad = int(attackers(attack, 0, 2)[0])
+    bad = int(choose_attackers(attack, 0, 2)[0])
     u = torch.ones(2, 1, dtype=torch.float64)
     u[bad] = 2.0
     sent = {"u": u, "mu": torch.ones(2, dtype=torch.float64)}
@@ -276,14 +291,17 @@ def test_every_method_is_judged_or_refused(method: Any, graphs: Any) -> None:
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"robustness": {"name": "krum"}}, "robustness.name = 'krum': unknown; known are"),
+        (
+            {"robustness": {"name": "krum"}},
+            "robustness.name = 'krum': unknown robustness; known are",
+        ),
         ({"adversary": {"name": "noise", "share": 2}}, "adversary.share = 2: it must be"),
         ({"robustness": {"name": "balance", "sketch": 0}}, "robustness.sketch = 0: it must be"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(qv.QuiverError) as found:
-        parse(sections)
+        parse_config(sections)
     assert sentence in str(found.value)
 
 

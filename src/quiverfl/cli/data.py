@@ -22,27 +22,22 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from quiverfl.data.dataset import IDS, Dataset, Inputs, Integers
-from quiverfl.data.on_disk import pieces
-from quiverfl.data.partition import Partition, make_partition, partition_options
-from quiverfl.data.sources import (
-    SOURCES,
-    data_root,
-    find_source,
-    load_dataset,
-    official_place,
-)
+from quiverfl.data.dataset import IDS, Dataset, Inputs
+from quiverfl.data.examples import iterate_pieces
+from quiverfl.data.partition import Partition, check_partition, make_partition, partition_options
+from quiverfl.data.sources import SOURCES, data_root, load_dataset, official_folder
 from quiverfl.data.sources.cache import FOLDER
-from quiverfl.data.sources.fetch import Report, fetch
+from quiverfl.data.sources.fetch import ProgressReport, fetch
 from quiverfl.errors import QuiverError
-from quiverfl.trees import leaves
+from quiverfl.trees import tree_leaves
+from quiverfl.types import Integers
 
 app = typer.Typer(invoke_without_command=True, help="List and fetch data sets.")
 partition_app = typer.Typer(no_args_is_help=True, help="Look at a partition.")
 
 Root = Annotated[
     Path | None,
-    typer.Option(help="Where the data sets are ($QUIVER_DATA or the folder data unless given)."),
+    typer.Option(help="Folder of the data sets: $QUIVER_DATA or the folder data unless given."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -77,7 +72,7 @@ def fetch_command(
     root: Root = None,
 ) -> None:
     """Download an official data set, verify its checksum and unpack it."""
-    source = find_source(name)
+    source = SOURCES.lookup(name)
     if not source.downloads:
         raise QuiverError(
             f"{name} has nothing to fetch: "
@@ -86,7 +81,7 @@ def fetch_command(
     top = data_root(root or context.obj)
     with _progress() as report:
         made = fetch(source.downloads, top, report)
-    place = official_place(name, top)
+    place = official_folder(name, top)
     if not made:
         load_dataset(name, top)  # what lies there may be damaged: then this says so
     print(f"{name}: {'ready' if made else 'already there'} in {place}")
@@ -101,19 +96,25 @@ def show(
             "--partition", help="dirichlet, dirichlet_by_class, pathological, iid or natural."
         ),
     ] = "dirichlet",
-    clients: Annotated[int | None, typer.Option(help="How many clients.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Of a Dirichlet partition.")] = None,
-    classes_per_client: Annotated[int | None, typer.Option(help="Of pathological.")] = None,
-    min_samples: Annotated[int | None, typer.Option(help="Of dirichlet_by_class.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="Concentration of a Dirichlet partition.")
+    ] = None,
+    classes_per_client: Annotated[
+        int | None, typer.Option(help="Classes per client (pathological).")
+    ] = None,
+    min_samples: Annotated[
+        int | None, typer.Option(help="Fewest samples per client (dirichlet_by_class).")
+    ] = None,
     samples_per_client: Annotated[int | None, typer.Option(help="Take fewer than all.")] = None,
     test_per_client: Annotated[int | None, typer.Option(help="Size of a test set.")] = None,
     validation: Annotated[
         float | None, typer.Option(help="Share of the training examples held out as test set.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the partition.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the partition.")] = 0,
     root: Root = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="Of the data source, as key=value; repeatable.")
+        list[str] | None, typer.Option(help="Option of the data source, as key=value; repeatable.")
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the heat-map into this file: .png, .svg or .pdf.")
@@ -138,11 +139,12 @@ def show(
         validation=validation,
         **options,
     )
+    check_partition(dataset, shares)
     resolved = partition_options(partition_name, options)
     told = [partition_name, *(f"{key} {value}" for key, value in resolved.items())]
     title = f"{dataset.name}: {', '.join(told)}, {shares.clients} clients, seed {seed}"
     if picture is not None:
-        from quiverfl.results.partition_picture import draw_partition
+        from quiverfl.results.pictures import draw_partition
 
         try:
             draw_partition(
@@ -166,14 +168,14 @@ def _described(name: str, root: Path) -> dict[str, str]:
         return row | {"where": "in the package", "state": "ready"}
     if source.origin == "own":
         return row | {"where": "data.options.path", "state": "yours"}
-    place = official_place(name, root)
+    place = official_folder(name, root)
     cached = any((root / FOLDER).glob(f"{name}-*"))
     state = "missing" if place is None else "there, cached" if cached else "there"
-    return row | {"where": str(place or root / source.places[0]), "state": state}
+    return row | {"where": str(place or root / source.folders[0]), "state": state}
 
 
 @contextmanager
-def _progress() -> Iterator[Report]:
+def _progress() -> Iterator[ProgressReport]:
     """A bar for every file; on anything but a terminal one line each."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
@@ -247,10 +249,10 @@ def _print_partition(shares: Partition, dataset: Dataset, title: str, inputs: st
 
 def _inputs(dataset: Dataset, source: str) -> str:
     """What the inputs are taken for, and what is done to them before they reach the model."""
-    if dataset.is_one:
+    if dataset.is_single_array:
         return _input(dataset.train_x, bool(dataset.mean), source)
     known = dataset.mean or {}
-    parts = leaves(dataset.train_x)
+    parts = tree_leaves(dataset.train_x)
     return "; ".join(f"{name}: {_input(x, name in known, source)}" for name, x in parts)
 
 
@@ -267,7 +269,7 @@ def _input(x: Inputs, standardised: bool, source: str) -> str:
 
 
 def _all_whole(x: Inputs) -> bool:
-    return all((piece == np.trunc(piece)).all() for piece in pieces(x))
+    return all((piece == np.trunc(piece)).all() for piece in iterate_pieces(x))
 
 
 def _shaded(own: Integers) -> str:

@@ -5,11 +5,15 @@ torch, pandas and scipy take seconds to import, and `--help`, `--version` or a t
 
 from __future__ import annotations
 
+import codecs
+import io
 import sys
+import unicodedata
 
 try:
     import errno
     import importlib
+    import logging
     import warnings
     from typing import Annotated, Any, TextIO
 
@@ -20,10 +24,9 @@ try:
     from typer.main import get_command, get_group
 
     import quiverfl
-    from quiverfl.cli.plain_text import allow_any_encoding
-    from quiverfl.distributed.rank_environment import speaks, world_size
+    from quiverfl.distributed.processes import is_first_on_machine, world_size
     from quiverfl.errors import Diverged, QuiverError, QuiverWarning
-    from quiverfl.memory import keep_freed_memory
+    from quiverfl.support.environment import keep_freed_memory
 except KeyboardInterrupt:  # in the first moments, before there is a `main` to catch it
     sys.exit(130)
 
@@ -40,17 +43,22 @@ COMMANDS = {
         "Run several methods on the same data, model and seeds; a table and an HTML report.",
     ),
     "init": (
-        "init",
+        "setup",
         "init",
         "Write a first project: a configuration, and data, model and method of your own that run.",
     ),
+    "check": (
+        "setup",
+        "check",
+        "Try the laws that every method keeps on a method of your own.",
+    ),
     "extend": (
-        "export",
+        "report",
         "extend",
         "Give a run more rounds than it was planned for, and resume it.",
     ),
     "export": (
-        "export",
+        "report",
         "export",
         "Write a client's personal model with its normalisation, its labels and how to load it.",
     ),
@@ -75,12 +83,12 @@ COMMANDS = {
         "Run what a table or figure of the paper needs, and write it beside the paper's numbers.",
     ),
     "theory": (
-        "theory",
+        "reproduce",
         "theory",
         "Measure DFedPGP's rate, what connectivity is worth, and what push-sum conserves.",
     ),
     "doctor": (
-        "doctor",
+        "setup",
         "doctor",
         "Verify a device: its numbers against the CPU, its speed against a bare loop, its memory.",
     ),
@@ -100,7 +108,17 @@ COMMANDS = {
     "partition": ("data", "partition_app", "Look at a partition."),
 }
 """Module of quiverfl.cli, function or group in it, and the first sentence of its help."""
-ONE_PROCESS = ("compare", "extend", "sweep", "tune", "reproduce", "theory", "doctor", "peer")
+ONE_PROCESS = (
+    "compare",
+    "extend",
+    "sweep",
+    "tune",
+    "reproduce",
+    "theory",
+    "doctor",
+    "check",
+    "peer",
+)
 """Commands that many ranks would each carry out, in the same folders."""
 
 
@@ -159,6 +177,7 @@ def main() -> None:
     143 stopped by SIGTERM."""
     allow_any_encoding()
     warnings.showwarning = _show_warning
+    _print_notes()
     keep_freed_memory()
     try:
         app()
@@ -169,15 +188,26 @@ def main() -> None:
         _say("error", error)
         sys.exit(2)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        place = f"{error.filename} cannot be written: " if error.filename else ""
-        _say("error", f"{place}{error.strerror}. Make room, then run the command again.")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and not error.filename:
+            raise  # nothing that a person could look at
+        _say("error", _about_file(error, full))
         sys.exit(2)
 
 
+def _about_file(error: OSError, full: bool) -> str:
+    """What the operating system refused, of which file, and what to do."""
+    name = str(error.filename or "")
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{name[:40]}…: {error.strerror}. Choose a shorter name."
+    if full:
+        place = f"{name} cannot be written: " if name else ""
+        return f"{place}{error.strerror}. Make room, then run the command again."
+    return f"{name}: {error.strerror}. Choose another path, or make this one accessible."
+
+
 def _say(what: str, error: object) -> None:
-    if not speaks():  # every rank of a machine would say the same
+    if not is_first_on_machine():  # every rank of a machine would say the same
         return
     console = Console(stderr=True, highlight=False)
     console.print(f"[red]{what}:[/red] {escape(str(error))}", soft_wrap=True)
@@ -195,7 +225,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Ours in one line, without the place in our source."""
-    if issubclass(category, QuiverWarning) and not speaks():
+    if issubclass(category, QuiverWarning) and not is_first_on_machine():
         return
     if issubclass(category, QuiverWarning):
         if str(message) in _said:
@@ -205,6 +235,86 @@ def _show_warning(
     else:
         text = warnings.formatwarning(message, category, filename, lineno, line)
         print(text, end="", file=file or sys.stderr)
+
+
+class _Notes(logging.Handler):
+    """What was decided for a person who did not say otherwise: a line each, once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if is_first_on_machine() and text not in _said:
+            _said.add(text)
+            print(f"note: {text}", file=sys.stderr)
+
+
+def _print_notes() -> None:
+    log = logging.getLogger("quiverfl.data")
+    if not log.handlers:
+        log.addHandler(_Notes())
+        log.setLevel(logging.INFO)
+
+
+# Terminals and pipes that cannot show every letter get the nearest ASCII instead of an error.
+
+
+PLAIN = {
+    "…": "...",
+    "±": "+-",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "→": "->",
+    "←": "<-",
+    "≤": "<=",
+    "≥": ">=",
+    "×": "x",
+    "·": "*",
+    "‖": "||",
+    "√": "sqrt",
+    "∞": "inf",
+    "✓": "yes",
+    "’": "'",
+    "“": '"',
+    "”": '"',
+    "μ": "mu",
+    "δ": "delta",
+    "Δ": "Delta",
+    "σ": "sigma",
+    "Σ": "Sum",
+    "η": "eta",
+    "τ": "tau",
+    "λ": "lambda",
+    "χ": "chi",
+    "κ": "kappa",
+    "θ": "theta",
+    "∇": "grad",
+    "░": ".",
+    "▒": ":",
+    "▓": "+",
+    "█": "#",
+}
+NAME = "quiver-plain"
+
+
+def allow_any_encoding() -> None:
+    """For standard output and error, unless somebody chose another way for what they lack."""
+    codecs.register_error(NAME, _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "backslashreplace"):
+            stream.reconfigure(errors=NAME)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    return "".join(PLAIN.get(letter) or _nearest(letter) for letter in letters), error.end
+
+
+def _nearest(letter: str) -> str:
+    """Without its accent, or a question mark."""
+    parts = unicodedata.normalize("NFKD", letter)
+    return "".join(part for part in parts if part.isascii()) or "?"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""`quiver peer …`: real peers. Imports gRPC and keys only when a command needs them."""
+"""`quiver peer …`: real peers. A command imports gRPC and keys only when it needs them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,24 +15,30 @@ from rich.table import Table
 from rich.text import Text
 
 from quiverfl.cli.peer_certs import certs
-from quiverfl.cli.peer_status import status_rows
 from quiverfl.errors import QuiverError
-from quiverfl.extras import require
+from quiverfl.support.environment import require_package
 
 if TYPE_CHECKING:
-    from quiverfl.peer.peer import Peer
-    from quiverfl.peer.peer_folder import PeerFolder
-    from quiverfl.peer.peer_settings import Outcome
+    from quiverfl.peer.api import Peer
+    from quiverfl.peer.folder import Outcome, PeerFolder
+
 
 app = typer.Typer(help="Run as a peer between real machines.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
+
+
+@app.callback()
+def check_extra() -> None:
+    require_package("peer", "quiver peer")
+
 
 Folder = Annotated[Path, typer.Argument(help="The peer's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 EXIT_STORE, EXIT_RESTORED, EXIT_UNDELIVERED, EXIT_INCOMPLETE = 4, 5, 6, 7
-"""Beside 0 done, 2 something to fix, 3 diverged: the disk; a restored backup; shares that could
-not be delivered before the peer ended, safe in its outbox; an audit without every peer's store."""
+"""Exit codes beside 0 done, 2 something to fix, 3 diverged. 4: the disk failed. 5: a backup was
+restored. 6: shares could not be delivered before the peer ended, and wait in its outbox. 7: an
+audit without the store of every peer."""
 
 
 @app.command("init")
@@ -53,10 +60,9 @@ def init(
         list[str] | None, typer.Option(help="KEY=VALUE for the source, such as label=diagnosis.")
     ] = None,
 ) -> None:
-    """Make a peer's folder: configuration, roster, keys, and what is its own."""
-    require("peer", "quiver peer")
-    from quiverfl.peer.peer_folder import OwnData, OwnSettings, make_folder
-    from quiverfl.peer.roster import Roster
+    """Make a peer's folder from configuration, roster, keys and its own settings."""
+    from quiverfl.peer.folder import OwnData, OwnSettings, make_folder
+    from quiverfl.peer.link.identity import Roster
 
     if bind is not None and not (":" in bind and bind.rpartition(":")[2].isdigit()):
         raise QuiverError(f"--bind {bind!r}: write HOST:PORT, such as 0.0.0.0:7400.")
@@ -65,16 +71,15 @@ def init(
     name = name or keys.name
     member = Roster.read(roster).member(name)
     address = "127.0.0.1:7400" if member.dials_out else member.address  # for its owner alone
-    place = None if data_path is None else str(data_path.expanduser().absolute())
-    options = dict(_option(text) for text in data_option or ())
+    path = None if data_path is None else str(data_path.expanduser().absolute())
+    options = dict(_parse_option(text) for text in data_option or ())
     own = OwnSettings(
         name=name,
         bind=bind or address,
         metrics=metrics,
-        data=None if data is None else OwnData(name=data, path=place, options=options),
+        data=None if data is None else OwnData(name=data, path=path, options=options),
     )
-    made = make_folder(folder, config, roster, keys, own)
-    made.identity()
+    make_folder(folder, config, roster, keys, own).identity()
     print(f"{folder} is ready: quiver peer run {folder}")
 
 
@@ -82,23 +87,22 @@ def init(
 def run(
     folder: Folder,
     join: Annotated[
-        bool, typer.Option(help="Enter a run under way: a neighbour's model, a mass of 1.")
+        bool, typer.Option(help="Enter a run under way with a neighbour's model and a mass of 1.")
     ] = False,
     trust_store: Annotated[
         bool, typer.Option(help="Continue although neighbours remember a newer store.")
     ] = False,
 ) -> None:
     """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to continue."""
-    require("peer", "quiver peer")
-    from quiverfl.peer.connection import RestoredBackup
-    from quiverfl.peer.files import StoreError
+    from quiverfl.peer.accounts.disk import StoreError
+    from quiverfl.peer.api import Peer
+    from quiverfl.peer.link.link import RestoredBackup
     from quiverfl.peer.metrics import log_to_stderr
-    from quiverfl.peer.peer import Peer
 
     log_to_stderr()
     try:
         peer = Peer.open(folder, join=join, trust_store=trust_store)
-        outcome = asyncio.run(_until_told(peer))
+        outcome = asyncio.run(_run_until_signal(peer))
     except StoreError as problem:
         _exit(EXIT_STORE, str(problem))
     except RestoredBackup as problem:
@@ -115,17 +119,17 @@ def run(
 
 @app.command("status")
 def status(folder: Folder, json_: AsJson = False) -> None:
-    """What a running peer is doing."""
-    require("peer", "quiver peer")
-    from quiverfl.peer.control import ask
-    from quiverfl.peer.wire import Order
+    """Show what a running peer is doing."""
+    from quiverfl.cli.peer_owner import format_status
+    from quiverfl.peer.link.service import send_order
+    from quiverfl.peer.link.wire import Order
 
-    found = ask(_read(folder), Order(action="status"))
+    status = send_order(_read_folder(folder), Order(action="status"))
     if json_:
-        print(json.dumps(found))
+        print(json.dumps(status))
         return
     table = Table(show_header=False)
-    for key, value in status_rows(found):
+    for key, value in format_status(status):
         table.add_row(key, Text(value))
     Console().print(table)
 
@@ -133,11 +137,10 @@ def status(folder: Folder, json_: AsJson = False) -> None:
 @app.command("leave")
 def leave(folder: Folder) -> None:
     """Let a running peer give all its mass away and end; its model is kept in its store."""
-    require("peer", "quiver peer")
-    from quiverfl.peer.control import ask
-    from quiverfl.peer.wire import Order
+    from quiverfl.peer.link.service import send_order
+    from quiverfl.peer.link.wire import Order
 
-    ask(_read(folder), Order(action="leave"))
+    send_order(_read_folder(folder), Order(action="leave"))
     print("leaving: the peer ends when its neighbours have taken everything.")
 
 
@@ -150,20 +153,19 @@ def evict(
     ] = False,
 ) -> None:
     """Stop dealing with a peer that is lost. Do it on every remaining peer."""
-    require("peer", "quiver peer")
-    from quiverfl.peer.control import NotRunning, ask
-    from quiverfl.peer.ledger import UNIT
-    from quiverfl.peer.transactions import evict_at_rest
-    from quiverfl.peer.wire import Order
+    from quiverfl.peer.accounts.ledger import UNIT
+    from quiverfl.peer.accounts.transactions import evict_offline
+    from quiverfl.peer.link.service import NotRunning, send_order
+    from quiverfl.peer.link.wire import Order
 
-    opened = _read(folder)
+    opened = _read_folder(folder)
     try:
-        found = ask(opened, Order(action="evict", peer=peer, ban=ban))
+        result = send_order(opened, Order(action="evict", peer=peer, ban=ban))
     except NotRunning:
         opened.roster.member(peer)
-        found = {"written_off": evict_at_rest(opened.store, peer, ban) / UNIT}
+        result = {"written_off": evict_offline(opened.store, peer, ban) / UNIT}
     word = "banned" if ban else "evicted"
-    print(f"{peer} is {word} here; written off: {found['written_off']:.6f}")
+    print(f"{peer} is {word} here; written off: {result['written_off']:.6f}")
 
 
 @app.command("amend")
@@ -174,10 +176,9 @@ def amend(
     lr: Annotated[float | None, typer.Option(help="The learning rate.")] = None,
 ) -> None:
     """Agree to a change of the run. It holds once every member has agreed to the same."""
-    require("peer", "quiver peer")
-    from quiverfl.cli.peer_amend import agree
+    from quiverfl.cli.peer_owner import propose_change
 
-    print("\n".join(agree(_read(folder), since, rounds, lr)))
+    print("\n".join(propose_change(_read_folder(folder), since, rounds, lr)))
 
 
 @app.command("doctor")
@@ -186,11 +187,10 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for a peer.")] = 5.0,
     json_: AsJson = False,
 ) -> None:
-    """Look for what keeps a peer from running well: clock, certificate, reachability, disk."""
-    require("peer", "quiver peer")
-    from quiverfl.cli.peer_doctor import consult
+    """Check what keeps a peer from running well: clock, certificate, reachability, disk."""
+    from quiverfl.cli.peer_owner import print_findings
 
-    if not consult(folder, timeout, json_):
+    if not print_findings(folder, timeout, json_):
         raise typer.Exit(2)
 
 
@@ -199,24 +199,28 @@ def watch(
     sources: Annotated[
         list[str], typer.Argument(help="Peers' folders, or HOST:PORT of their metrics.")
     ],
-    page: Annotated[bool, typer.Option(help="A page for the browser, on this machine.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any.")] = 8464,
-    save: Annotated[Path | None, typer.Option(help="Write one picture as a page, and end.")] = None,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 2.0,
+    page: Annotated[bool, typer.Option(help="Show a page in the browser.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any.")] = 8464,
+    save: Annotated[Path | None, typer.Option(help="Write a page of now, and end.")] = None,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between readings.")] = 2.0,
     once: Annotated[bool, typer.Option(help="Print one table, and end.")] = False,
 ) -> None:
-    """Watch peers from their metrics: rounds, mass, accuracy, links that wait. Read-only."""
-    require("peer", "quiver peer")
-    from quiverfl.cli.peer_watch import save_page, watch_in_browser, watch_in_terminal
-    from quiverfl.peer.watching import Watch, source_of
+    """Watch peers through their metrics: rounds, mass, accuracy, links that wait. Read-only."""
+    from quiverfl.cli.peer_owner import (
+        find_metrics_address,
+        save_page,
+        watch_in_browser,
+        watch_in_terminal,
+    )
+    from quiverfl.peer.metrics import MetricsClient
 
-    watched = Watch([source_of(text) for text in sources])
+    client = MetricsClient([find_metrics_address(text) for text in sources])
     if save is not None:
-        save_page(watched, save)
+        save_page(client, save)
     elif page:
-        watch_in_browser(watched, every, port)
+        watch_in_browser(client, every, port)
     else:
-        watch_in_terminal(watched, every, once)
+        watch_in_terminal(client, every, once)
 
 
 @app.command("audit")
@@ -239,17 +243,18 @@ def audit(
 
     The exit code is 1 if it was, 7 if a store is missing.
     """
-    require("peer", "quiver peer")
-    from quiverfl.peer.audit import audit as audited
-    from quiverfl.peer.peer_folder import STORE
-    from quiverfl.peer.roster import ROSTER, Roster
-    from quiverfl.peer.schema import read_statement
-    from quiverfl.peer.signing import checked_by
+    from quiverfl.peer.accounts.audit import audit as audit_statements
+    from quiverfl.peer.accounts.disk import read_statement
+    from quiverfl.peer.accounts.signing import signature_check
+    from quiverfl.peer.folder import STORE
+    from quiverfl.peer.link.identity import ROSTER, Roster
 
     stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
     rosters = [roster] if roster else [p / ROSTER for p in folders if (p / ROSTER).exists()]
-    genuine = checked_by(Roster.read(rosters[0])) if rosters else None
-    report = audited([read_statement(store) for store in stores], live=live, genuine=genuine)
+    is_genuine = signature_check(Roster.read(rosters[0])) if rosters else None
+    report = audit_statements(
+        [read_statement(store) for store in stores], live=live, is_genuine=is_genuine
+    )
     if json_:
         print(json.dumps(report.values()))
     else:
@@ -266,10 +271,7 @@ def export(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("model.safetensors"),
 ) -> None:
     """Write the personal model as safetensors, and how to load it."""
-    require("peer", "quiver peer")
-    from quiverfl.cli.peer_export import export_model
-
-    for line in export_model(_read(folder), out):
+    for line in export_model(_read_folder(folder), out):
         print(line)
 
 
@@ -283,8 +285,7 @@ def demo(
         "runs/peer-demo"
     ),
 ) -> None:
-    """A swarm on this machine: certificates, processes, a live table, an audit, a report."""
-    require("peer", "quiver peer")
+    """Run a swarm on this machine: certificates, processes, a live table, an audit, a report."""
     from quiverfl.cli.peer_demo import run_demo
 
     if mode not in ("sync", "async"):
@@ -293,27 +294,39 @@ def demo(
         raise typer.Exit(1)
 
 
-async def _until_told(peer: Peer) -> Outcome:
-    """Run it; SIGTERM and Ctrl-C end it in good order."""
+async def _run_until_signal(peer: Peer) -> Outcome:
+    """Run a peer; SIGTERM and Ctrl-C end it in good order."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, peer.stop)
     return await peer.run()
 
 
-def _read(folder: Path) -> PeerFolder:
-    from quiverfl.peer.peer_folder import PeerFolder
+def _read_folder(folder: Path) -> PeerFolder:
+    from quiverfl.peer.folder import PeerFolder
 
     return PeerFolder.read(folder)
 
 
-def _option(text: str) -> tuple[str, Any]:
-    from quiverfl.config import setting
+def _parse_option(text: str) -> tuple[str, Any]:
+    from quiverfl.runs.config_files import parse_setting
 
     if not text.partition("=")[2].strip():
         raise QuiverError(f"--data-option {text!r}: write KEY=VALUE.")
-    return setting(text)
+    return parse_setting(text)
 
 
 def _exit(code: int, sentence: str) -> None:
     Console(stderr=True, highlight=False).print(f"[red]error:[/red] {sentence}", soft_wrap=True)
     raise typer.Exit(code)
+
+
+def export_model(folder: PeerFolder, out: Path) -> Iterator[str]:
+    """Write `out` and a .json that describes it. Yields the lines to print about them."""
+    from quiverfl.peer.setup import load_peer_config, load_peer_dataset, restore_learner
+    from quiverfl.runs.export import write_model
+
+    tensors = restore_learner(folder).model()
+    config = load_peer_config(folder)
+    yield from write_model(
+        tensors, config, load_peer_dataset(folder, config), {"peer": folder.own.name}, out
+    )

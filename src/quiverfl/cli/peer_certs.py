@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from quiverfl.errors import QuiverError
-from quiverfl.extras import require
 
 certs = typer.Typer(help="Keys and certificates of a run.", no_args_is_help=True)
 
@@ -22,20 +21,25 @@ def certs_init(
     peer: Annotated[list[str], typer.Option(help="NAME=HOST:PORT or NAME=dials-out, one each.")],
 ) -> None:
     """Make an authority, a key per peer (in AUTHORITY/NAME) and the roster."""
-    require("peer", "quiver peer")
-    from quiverfl.peer import identity
-    from quiverfl.peer.roster import ROSTER, Member, Roster
+    from quiverfl.peer.link.identity import (
+        AUTHORITY_KEY,
+        ROSTER,
+        Member,
+        Roster,
+        create_authority,
+        issue_certificate,
+    )
 
-    pairs = [_pair(text) for text in peer]
-    identity.create_authority(authority, run)
+    pairs = [_parse_member(text) for text in peer]
+    create_authority(authority, run)
     members = [
-        Member(name, address, (identity.issue(authority, name, authority / name),))
+        Member(name, address, (issue_certificate(authority, name, authority / name),))
         for name, address in pairs
     ]
     roster = Roster(run, tuple(members))
     roster.write(authority / ROSTER)
     print(f"{len(members)} peers: give each its folder of {authority} and {authority / ROSTER}.")
-    print(f"{authority / identity.AUTHORITY_KEY} admits peers to the run: keep it offline.")
+    print(f"{authority / AUTHORITY_KEY} admits peers to the run: keep it offline.")
 
 
 @certs.command("issue")
@@ -44,17 +48,21 @@ def certs_issue(
     name: Annotated[str, typer.Argument(help="The new peer's name.")],
     address: Annotated[str, typer.Option(help="HOST:PORT of the new peer, or dials-out.")],
 ) -> None:
-    """A key for one more peer, added to the roster."""
-    require("peer", "quiver peer")
+    """Make a key for one more peer and add it to the roster."""
     from dataclasses import replace
 
-    from quiverfl.peer import identity
-    from quiverfl.peer.roster import DIALS_OUT, ROSTER, Member, Roster
+    from quiverfl.peer.link.identity import (
+        DIALS_OUT,
+        ROSTER,
+        Member,
+        Roster,
+        issue_certificate,
+    )
 
     roster = Roster.read(authority / ROSTER)
     if name in roster.names:
         raise QuiverError(f"{name!r} is in the roster: quiver peer certs rotate renews its key.")
-    key = identity.issue(authority, name, authority / name)
+    key = issue_certificate(authority, name, authority / name)
     member = Member(name, DIALS_OUT if address == "dials-out" else address, (key,))
     replace(roster, members=(*roster.members, member)).write(authority / ROSTER)
     print(f"Copy {authority / ROSTER} to every peer, {authority / name} to {name!r} alone.")
@@ -68,14 +76,12 @@ def certs_rotate(
         bool, typer.Option(help="Refuse the old key at once: it was stolen.")
     ] = False,
 ) -> None:
-    """A new key for a peer; running peers take it without a restart."""
-    require("peer", "quiver peer")
-    from quiverfl.peer import identity
-    from quiverfl.peer.roster import ROSTER, Roster
+    """Give a peer a new key; running peers take it without a restart."""
+    from quiverfl.peer.link.identity import ROSTER, Roster, issue_certificate
 
     roster = Roster.read(authority / ROSTER)
     roster.member(name)
-    key = identity.issue(authority, name, authority / name)
+    key = issue_certificate(authority, name, authority / name)
     roster.with_key(name, key, keep_old=not forget_old).write(authority / ROSTER)
     print(f"First copy {authority / ROSTER} to every peer, then {authority / name} to {name!r}.")
 
@@ -86,18 +92,17 @@ def certs_revoke(
     name: Annotated[str, typer.Argument(help="The peer that is let in no more.")],
 ) -> None:
     """Take all keys of a peer out of the roster; running peers refuse it without a restart."""
-    require("peer", "quiver peer")
-    from quiverfl.peer.roster import ROSTER, Roster
+    from quiverfl.peer.link.identity import ROSTER, Roster
 
     Roster.read(authority / ROSTER).without_keys(name).write(authority / ROSTER)
     print(f"Copy {authority / ROSTER} to every peer: from then on they refuse {name!r}.")
     print(f"Then quiver peer evict FOLDER {name} --ban on each writes off what waits for it.")
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_member(text: str) -> tuple[str, str]:
     name, separator, address = text.partition("=")
     if address == "dials-out":
-        from quiverfl.peer.roster import DIALS_OUT
+        from quiverfl.peer.link.identity import DIALS_OUT
 
         return name, DIALS_OUT
     if not separator or ":" not in address:

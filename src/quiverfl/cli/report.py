@@ -1,25 +1,26 @@
-"""`quiver report`: what some runs came to, as a page and in the terminal."""
+"""`quiver report`, `quiver export` and `quiver extend`: what to do with runs."""
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
+from quiverfl.cli.options import Quiet, Stage
+from quiverfl.cli.run import AsJson, run_and_print
 from quiverfl.errors import QuiverError
-from quiverfl.extras import require
+from quiverfl.support.environment import require_package
+from quiverfl.support.output_folders import refuse_foreign, refuse_other_file
 
 if TYPE_CHECKING:
     from quiverfl.results.groups import Group
 
 
-class Stage(enum.StrEnum):
-    local = "local"
-    mixed = "mixed"
+_BEGINNINGS = {".md": "**", ".csv": "label,", ".tex": r"\begin{table}"}
+"""How the tables that Quiver writes begin, by their names."""
 
 
 def report(
@@ -47,11 +48,12 @@ def report(
     Finished, running and crashed runs can all be reported on. Runs that differ only in their seed
     are put together.
     """
-    from quiverfl.results.html_report import write_report
-    from quiverfl.results.terminal import print_comparison, print_differences
+    from quiverfl.results.report.page import write_report
+    from quiverfl.results.tables import print_comparison, print_differences
 
     if tensorboard is not None:
-        require("tensorboard", "--tensorboard")
+        require_package("tensorboard", "--tensorboard")
+        refuse_foreign(tensorboard, _holds_events, "choose another --tensorboard")
     for path in table or []:
         _check_table(path)
     page = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
@@ -74,30 +76,34 @@ def _check_table(path: Path) -> None:
     """Before anything is written."""
     if path.suffix not in (".md", ".csv", ".tex"):
         raise QuiverError(f"--table {path}: its name must end in .md, .csv or .tex.")
+    refuse_other_file(path, "--table", _BEGINNINGS[path.suffix])
 
 
 def _write_table(groups: list[Group], path: Path, stage: str) -> None:
-    from quiverfl.results import table_formats
-    from quiverfl.results.output_files import replace_file
-    from quiverfl.results.scores import comparison
+    from quiverfl.results import formatting as table_formats
+    from quiverfl.results.formatting import write_result_file
+    from quiverfl.results.scores import compare_groups
     from quiverfl.results.summary import STAGES
-    from quiverfl.results.tables import comparison_table, difference_table, reference_of
+    from quiverfl.results.tables import result_tables
 
     stages = (stage, *(other for other in STAGES if other != stage))
-    shown = [comparison_table(groups, stages=stages)]
-    if (found := reference_of(groups)) is not None:
-        shown.append(difference_table(*found, stages=stages))
+    shown = result_tables(groups, stages)
     if path.suffix == ".md":
-        text = "\n".join(map(table_formats.markdown, shown))
+        text = "\n".join(map(table_formats.format_markdown, shown))
     elif path.suffix == ".tex":
-        text = "\n".join(map(table_formats.latex, shown))
+        text = "\n".join(map(table_formats.format_latex, shown))
     else:
-        text = comparison(groups).to_csv(index=False)
-    replace_file(path, text.encode())
+        text = compare_groups(groups).to_csv(index=False)
+    write_result_file(path, text.encode())
+
+
+def _holds_events(folder: Path) -> bool:
+    """Whether it is a folder of TensorBoard's, which several programs may write below."""
+    return any(folder.rglob("*tfevents*"))
 
 
 def _write_events(groups: list[Group], folder: Path) -> None:
-    from quiverfl.results.tensorboard import write_events
+    from quiverfl.runs.callbacks import write_events
 
     for group in groups:
         for run in group.runs:
@@ -105,26 +111,52 @@ def _write_events(groups: list[Group], folder: Path) -> None:
 
 
 def _differences(groups: list[Group]) -> list[dict[str, object]]:
-    """Paired differences at both stages, p also corrected for their number."""
-    import pandas as pd
+    """Paired differences within each case at both stages, p also corrected for their number."""
+    from quiverfl.results.statistics import case_differences
 
-    from quiverfl.results.paired import holm, paired_differences
-    from quiverfl.results.summary import STAGES
-    from quiverfl.results.tables import reference_of
-
-    found = reference_of(groups)
-    if found is None:
-        return []
-    frames = [paired_differences(*found, stage).assign(stage=stage) for stage in STAGES]
-    frame = pd.concat(frames, ignore_index=True)
-    frame["p_holm"] = holm(frame["p"].tolist())
+    frame = case_differences(groups)
     rows: list[dict[str, object]] = json.loads(frame.to_json(orient="records", double_precision=15))
     return rows
 
 
 def _rows(groups: list[Group]) -> list[dict[str, object]]:
-    from quiverfl.results.scores import comparison
+    from quiverfl.results.scores import compare_groups
 
-    frame = comparison(groups)
+    frame = compare_groups(groups)
     rows: list[dict[str, object]] = json.loads(frame.to_json(orient="records", double_precision=15))
     return rows
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    client: Annotated[int, typer.Option(help="Number of the client, from 0.")] = 0,
+    stage: Annotated[
+        Stage, typer.Option(help="The model after the last communication, or before it.")
+    ] = Stage.mixed,
+    out: Annotated[Path | None, typer.Option("--out", help="A file NAME.safetensors.")] = None,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write ONNX beside it, too.")] = False,
+    program: Annotated[
+        bool, typer.Option("--program", help="Write a torch.export program (.pt2), too.")
+    ] = False,
+) -> None:
+    """Write a client's personal model with its normalisation, its labels and how to load it."""
+    from quiverfl.runs.export import export_client
+    from quiverfl.runs.folder import RunFolder
+
+    path = out or folder / f"client-{client}.safetensors"
+    wanted: list[tuple[Literal["program", "onnx"], bool]] = [("program", program), ("onnx", onnx)]
+    also = [kind for kind, asked in wanted if asked]
+    for line in export_client(RunFolder(folder), client, stage.value, path, also):
+        print(line)
+
+
+def extend(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    rounds: Annotated[int, typer.Option(help="The total number of rounds.")],
+    quiet: Quiet = False,
+    json_: AsJson = False,
+) -> None:
+    """Give a run more rounds than it was planned for, and resume it."""
+    from quiverfl.runs.folder import RunFolder
+
+    run_and_print(RunFolder(folder).extend(rounds), folder, quiet, json_)

@@ -5,48 +5,34 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from quiverfl.cli import where
+from quiverfl.cli.options import DryRun, Events, Retry, Stage, SweepOptions, expand_options
 from quiverfl.cli.sweep import (
-    Cases,
-    DryRun,
-    Estimated,
-    Events,
-    Methods,
-    Out,
-    Quiet,
-    Retry,
-    Seeds,
-    Settings,
-    Stage,
-    carry_out,
-    choice,
-    leave,
-    list_cells,
-    write_events,
+    exit_unless_finished,
+    print_cells,
+    run_with_progress,
+    write_cell_events,
 )
-from quiverfl.extras import require
-from quiverfl.paper.reproduce.catalogue import ITEMS, Item, find_item
-from quiverfl.paper.reproduce.rates import Protocol as Whose
-from quiverfl.paper.reproduce.rates import named, rate_settings
-from quiverfl.paper.reproduce.selection import item_cells
-from quiverfl.paper.reproduce.variants import (
+from quiverfl.errors import QuiverError
+from quiverfl.paper.reproduce.catalogue import (
+    ITEMS,
+    Item,
+    add_notes,
     graph_settings,
-    smoke_test,
-    trained_as_often,
+    make_item_cells,
+    rate_settings,
 )
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell
+from quiverfl.paper.reproduce.catalogue import Protocol as RateProtocol
+from quiverfl.support.environment import require_package
+from quiverfl.sweeps.plan import Cell, SweepFolder
 
 if TYPE_CHECKING:
-    from quiverfl.paper.reproduce.write import Shown
-    from quiverfl.results.table_formats import Table
+    from quiverfl.paper.reproduce.write import TableOptions
 
 
 class Report(enum.StrEnum):
@@ -70,16 +56,13 @@ class Equal(enum.StrEnum):
     participation = "participation"
 
 
+@expand_options
 def reproduce(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(ITEMS)}.")],
+    options: SweepOptions,
     scale: Annotated[
         str, typer.Option(help="small, medium, paper, tiny (a smoke test), or a folder of sweeps.")
     ] = "small",
-    methods: Methods = None,
-    seeds: Seeds = None,
-    cases: Cases = None,
-    out: Out = Path("runs"),
-    jobs: where.Jobs = None,
     stage: Annotated[Stage, typer.Option(help="Which accuracy comes first.")] = Stage.local,
     report: Annotated[Report, typer.Option(help="Which rounds count.")] = Report.last,
     graph: Annotated[
@@ -99,20 +82,9 @@ def reproduce(
     rates: Annotated[
         Path | None, typer.Option(help="Tuned rates: what `quiver tune --write` wrote.")
     ] = None,
-    set_: Settings = None,
-    on: where.Place = where.On.local,
-    address: where.Address = "local",
-    cpus: where.Cpus = 1,
-    gpus: where.Gpus = 0,
-    memory: where.Memory = True,
-    bring_back: where.BringBack = False,
-    submit: where.Submit = False,
-    sbatch: where.Sbatch = None,
     dry_run: DryRun = False,
-    estimated: Estimated = True,
     retry: Retry = False,
     tensorboard: Events = False,
-    quiet: Quiet = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print as JSON what was written.")
     ] = False,
@@ -123,36 +95,33 @@ def reproduce(
     finished cells.
     """
     if tensorboard:
-        require("tensorboard", "--tensorboard")
-    from quiverfl.paper.reproduce.write import Shown  # late: it loads matplotlib
+        require_package("tensorboard", "--tensorboard")
+    from quiverfl.paper.reproduce.write import TableOptions  # late: it loads matplotlib
 
-    item = find_item(what)
-    whose: Whose | None = None if protocol is None else protocol.value
-    given = [*rate_settings(whose, scale, rates), *graph_settings(graph.value), *(set_ or ())]
-    wanted = choice(methods, seeds, cases, given)
-    cells = item_cells(item, scale, wanted, equal is Equal.participation)
-    places = Places(out)
+    item = ITEMS.find(what)
+    rate_protocol: RateProtocol | None = None if protocol is None else protocol.value
+    choice = options.choice(
+        [*rate_settings(rate_protocol, scale, rates), *graph_settings(graph.value)]
+    )
+    cells = make_item_cells(item, scale, choice, equal is Equal.participation)
+    places = SweepFolder(options.out)
+    places.check(folder_name(what, scale, graph, equal, protocol, rates))
     if item.kind != "partition":
-        place = where.chosen(
-            on, cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch
-        )
-        carry_out(cells, places, place, dry_run, estimated, retry, quiet or as_json)
+        executor = options.make_executor(cells)
+        quiet = options.quiet or as_json
+        run_with_progress(cells, places, executor, options.estimate, quiet, dry_run, retry)
     if dry_run:
-        list_cells(cells, places)
+        print_cells(cells, places)
         return
-    if equal is Equal.participation:
-        item = trained_as_often(item)
-    if scale == "tiny":
-        item = smoke_test(item)
-    item = named(item, whose)
-    folder = out / folder_name(what, scale, graph, equal, protocol, rates)
-    _write(what, item, cells, places, folder, Shown(stage.value, report.value), as_json)
+    item = add_notes(item, scale, rate_protocol, equal is Equal.participation)
+    folder = options.out / folder_name(what, scale, graph, equal, protocol, rates)
+    _write(what, item, cells, places, folder, TableOptions(stage.value, report.value), as_json)
     if item.kind == "partition":
         return
     if tensorboard:
         finished = [cell for cell in cells if places.state(cell) == "finished"]
-        write_events(finished, places, folder / "tensorboard")
-    leave(cells, places)
+        write_cell_events(finished, places, folder / "tensorboard")
+    exit_unless_finished(cells, places)
 
 
 def folder_name(
@@ -175,46 +144,71 @@ def _write(
     what: str,
     item: Item,
     cells: Sequence[Cell],
-    places: Places,
+    places: SweepFolder,
     folder: Path,
-    how: Shown,
+    options: TableOptions,
     as_json: bool,
 ) -> None:
-    from quiverfl.paper.reproduce.write import per_case, write, written_files
+    from quiverfl.paper.reproduce.write import list_written_files, write_item
+    from quiverfl.results.tables import print_tables
 
-    tables = write(what, item, cells, places, folder, how)
-    files = [str(folder / name) for name in written_files(folder)]
+    tables = write_item(what, item, cells, places, folder, options)
+    files = [str(folder / name) for name in list_written_files(folder)]
     if as_json:
         print(json.dumps({"folder": str(folder), "files": files}))
         return
     console = Console(highlight=False)
-    if item.kind != "partition" and not _fit(console, tables):
-        tables = per_case(what, item, cells, places, how)
     print_tables(console, tables)
     console.print(f"written: {folder}", markup=False, soft_wrap=True)
 
 
-def _fit(console: Console, tables: Sequence[Table]) -> bool:
-    from rich.measure import Measurement
-
-    from quiverfl.results.table_formats import rich
-
-    wide = console.options.update(width=10_000)
-    drawn = (rich(table, caption=False) for table in tables)
-    return all(Measurement.get(console, wide, one).maximum <= console.width for one in drawn)
+# `quiver theory`: the paper's theorem on a problem with known constants, with plots and tables.
 
 
-def print_tables(console: Console, tables: Sequence[Table]) -> None:
-    """A caption that several tables share is printed once, below the last of them.
+def theory(
+    out: Annotated[
+        Path | None, typer.Option(help="Write a page, plots, tables and numbers into this folder.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds: fewer and shorter runs.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Measure DFedPGP's rate, what connectivity is worth, and what push-sum conserves.
 
-    One that is too wide would have no room for names: its parts are printed below each other.
+    Takes about two minutes. Every number comes out of DFedPGP running on quadratics whose
+    constants are known.
     """
-    from quiverfl.results.table_formats import rich
+    if out is not None and out.exists() and not out.is_dir():
+        raise QuiverError(f"--out {out}: it is a file; name a folder.")
+    if out is not None:
+        from quiverfl.paper.theory.page import check_folder
 
-    cut = [[table] if _fit(console, [table]) else table.parts() for table in tables]
-    tables = [part for parts in cut for part in parts]
-    for place, table in enumerate(tables):
-        console.print(rich(replace(table, caption=""), caption=False))
-        if table.caption not in [later.caption for later in tables[place + 1 :]]:
-            console.print(table.caption, style="dim", markup=False)
-            console.print()
+        check_folder(out)
+    from quiverfl.paper.theory.experiments import FULL, QUICK, measure_theory
+    from quiverfl.paper.theory.page import (
+        all_tables,
+        describe_findings,
+        findings_to_json,
+        write_findings,
+    )
+    from quiverfl.results.formatting import format_rich
+
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+
+    def announce(text: str) -> None:
+        if not as_json:
+            errors.print(text, style="dim", markup=False)
+
+    findings = measure_theory(QUICK if quick else FULL, announce)
+    page = None if out is None else write_findings(findings, out)
+    if as_json:
+        where = None if page is None else str(page)
+        print(json.dumps({"page": where, **findings_to_json(findings)}, indent=2))
+        return
+    for table in all_tables(findings):
+        console.print(format_rich(table))
+    for verdict in describe_findings(findings):
+        console.print(verdict, markup=False)
+    if page is not None:
+        console.print(f"page: {page}", soft_wrap=True, markup=False)

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,29 +16,108 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quiverfl.callbacks.progress import progress
-from quiverfl.cli import ranks
-from quiverfl.config import Config, load_config
-from quiverfl.distributed.rank_environment import own_rank, speaks, world_size
-from quiverfl.errors import Diverged, QuiverError, Stopped
-from quiverfl.extras import require
-from quiverfl.locks import alone
-from quiverfl.methods import METHODS, Method, find_method, method_title
-from quiverfl.results.output_files import file_name
+from quiverfl.cli.options import Quiet, parse_seeds
+from quiverfl.distributed.processes import is_first_on_machine, own_rank, world_size
+from quiverfl.errors import CannotWrite, Diverged, QuiverError, Stopped
+from quiverfl.methods import METHODS, Method, method_title
+from quiverfl.results.formatting import format_bytes, make_file_name
+from quiverfl.runs.config import Config, parse_config
+from quiverfl.runs.config_files import load_config
+from quiverfl.runs.progress import progress
+from quiverfl.support.environment import require_package
+from quiverfl.support.locks import lock_folder
+
+# What `quiver run` and `quiver resume` do where there are several ranks.
+
+
+def start_ranks(ranks: int, arguments: Sequence[str], restarts: int) -> None:
+    """Run a command as this many processes of this machine; ends as they do."""
+    from quiverfl.distributed.processes import launch_ranks
+
+    if world_size() > 1:
+        raise QuiverError(
+            f"--ranks {ranks}: this process is one of {world_size()} ranks already: leave it out."
+        )
+    if restarts < 0:
+        raise QuiverError(f"--max-restarts {restarts}: it must be 0 or more.")
+    raise typer.Exit(launch_ranks(ranks, arguments, restarts))
+
+
+def check_rank_count(ranks: int | None, clients: int | None = None) -> None:
+    if ranks is None:
+        return
+    if ranks < 1:
+        raise QuiverError(f"--ranks {ranks}: it must be at least 1.")
+    if clients is not None and ranks > clients:
+        raise QuiverError(
+            f"--ranks {ranks}: there are {clients} clients, and a rank holds at least one. Start "
+            f"at most {clients} ranks."
+        )
+
+
+def run_on_rank(
+    settings: Config | None, folder: Path, quiet: bool, stop: Callable[[], bool], continues: bool
+) -> dict[str, Any]:
+    """This rank's part of a run; the summary. A rank without settings takes those of rank 0."""
+    from quiverfl.distributed.ranks import Ranks
+    from quiverfl.distributed.run import run_on_ranks
+
+    device = "cpu" if settings is None else settings.run.device
+    with Ranks.join(device) as ranks:
+        told = ranks.from_first(settings and settings.model_dump(mode="json"))
+        config = parse_config(told) if settings is None else settings
+        with contextlib.ExitStack() as shown:
+            watcher = None
+            if own_rank() == 0:
+                title = method_title(config.method.name)
+                watcher = shown.enter_context(progress(title, config.run.rounds, quiet))
+            return run_on_ranks(ranks, config, folder, watcher, stop, continues)
+
+
+def print_memory_needed(settings: Config, ranks: int) -> None:
+    """`--dry-run`: what the configuration would need on this many ranks."""
+    from quiverfl.distributed.memory import available_memory, predict_rank_memory
+
+    needs = predict_rank_memory(settings)
+    check_rank_count(ranks, needs.clients)
+    where = f"each of {ranks} ranks" if ranks > 1 else "one process"
+    print(
+        f"{needs.clients} clients with {format_bytes(needs.state)} of state each, "
+        f"{format_bytes(needs.examples.sum())} of examples, {settings.run.rounds} rounds"
+    )
+    print(
+        f"{where}: about {format_bytes(needs.memory(ranks))} of memory, "
+        f"{format_bytes(needs.training)} for each of {needs.chunk} clients in training at a time"
+    )
+    if ranks > 1:
+        print(
+            f"between ranks: each sends {format_bytes(needs.traffic(ranks))} in a round, and "
+            f"{format_bytes(needs.measuring(ranks))} more in an evaluated one"
+        )
+    available = available_memory()
+    if available is not None:
+        fewest = needs.ranks_for(available)
+        fit = f"at least {fewest} ranks are needed, each on a machine like this one"
+        if fewest in (None, 1):
+            fit = "one process fits" if fewest else "even one client to a rank does not fit"
+        print(f"this machine has {format_bytes(available)} to give: {fit}")
+
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value; wins over the file.")
+    list[str] | None, typer.Option("--set", help="Set section.key=value; wins over the file.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 RankCount = Annotated[
     int | None,
     typer.Option("--ranks", help="Divide the clients among this many processes of this machine."),
 ]
 Restarts = Annotated[
-    int, typer.Option("--max-restarts", help="With --ranks: start again if one is killed.")
+    int,
+    typer.Option(
+        "--max-restarts", help="With --ranks: how often to restart ranks that were killed."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="The summary as JSON on standard output.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 Stop = Callable[[], bool]
 TERMINATED = 128 + signal.SIGTERM
 
@@ -48,36 +127,36 @@ def run(
     set_: Settings = None,
     out: Out = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write event files into the run folder.")
+        bool, typer.Option("--tensorboard", help="Write event files into the run folder too.")
     ] = False,
     quiet: Quiet = False,
     json_: AsJson = False,
     count: RankCount = None,
     restarts: Restarts = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would need, on --ranks ranks.")
+        bool, typer.Option("--dry-run", help="Only print what the run needs, on --ranks ranks.")
     ] = False,
 ) -> None:
     """Run one experiment into a folder of its own."""
     if tensorboard:
-        require("tensorboard", "--tensorboard")
+        require_package("tensorboard", "--tensorboard")
     settings = load_config(config, set_ or ())
-    ranks.check_count(count, settings.data.clients)
+    check_rank_count(count, settings.data.clients)
     if dry_run:
-        ranks.say_needs(settings, count or 1)
+        print_memory_needed(settings, count or 1)
         return
-    name = f"{config.stem}-{file_name(settings.method.name)}-{settings.identity()[:8]}"
+    name = f"{config.stem}-{make_file_name(settings.method.name)}-{settings.identity()[:8]}"
     folder = out or Path("runs") / name
     if count is not None and count > 1:
         _refuse_unfinished(folder)
-        options = [f"--set={text}" for text in set_ or ()] + _flags(quiet, json_)
+        options = [f"--set={text}" for text in set_ or ()] + _output_flags(quiet, json_)
         options += ["--tensorboard"] if tensorboard else []
-        ranks.start(count, ["run", str(config), "--out", str(folder), *options], restarts)
+        start_ranks(count, ["run", str(config), "--out", str(folder), *options], restarts)
     if world_size() == 1:
         _refuse_unfinished(folder)
-    finish(settings, folder, quiet, json_)
+    run_and_print(settings, folder, quiet, json_)
     if tensorboard and own_rank() == 0:
-        from quiverfl.results.tensorboard import write_events
+        from quiverfl.runs.callbacks import write_events
 
         write_events(folder, folder / "tensorboard")
 
@@ -90,19 +169,19 @@ def resume(
     restarts: Restarts = 0,
 ) -> None:
     """Resume an interrupted run; the numbers are those of an uninterrupted one."""
-    from quiverfl.run_folder import RunFolder
+    from quiverfl.runs.folder import RunFolder
 
     existing = RunFolder(folder)
     if own_rank() > 0:  # the folder is rank 0's, and may be on its machine alone
-        finish(None, folder, quiet, json_, continues=True)
+        run_and_print(None, folder, quiet, json_, continues=True)
         return
     settings = existing.config()
-    if existing.finished() and not (quiet or json_):
+    if existing.is_finished() and not (quiet or json_):
         Console(stderr=True).print(f"{folder} is finished already: nothing to resume.")
-    ranks.check_count(count, settings.data.clients)
+    check_rank_count(count, settings.data.clients)
     if count is not None and count > 1:
-        ranks.start(count, ["resume", str(folder), *_flags(quiet, json_)], restarts)
-    finish(settings, folder, quiet, json_, continues=True)
+        start_ranks(count, ["resume", str(folder), *_output_flags(quiet, json_)], restarts)
+    run_and_print(settings, folder, quiet, json_, continues=True)
 
 
 def compare(
@@ -115,20 +194,31 @@ def compare(
     json_: AsJson = False,
 ) -> None:
     """Run several methods on the same data, model and seeds; a table and an HTML report."""
-    from quiverfl.comparison import cells_of, check_cells
-    from quiverfl.results.html_report import write_report
-    from quiverfl.results.terminal import print_comparison
+    from quiverfl.results.report.page import write_report
+    from quiverfl.results.tables import print_comparison
+    from quiverfl.runs.compare import cell_title, check_methods, plan_comparison, run_comparison
 
     settings = load_config(config, set_ or ())
-    names = list(METHODS) if methods == "all" else _names(methods)
-    numbers = [settings.run.seed] if seeds is None else _numbers(seeds)
+    names = "all" if methods == "all" else _split_methods(methods)
+    numbers = [settings.run.seed] if seeds is None else parse_seeds(seeds)
     folder = out or Path("runs") / f"{config.stem}-comparison"
-    cells = cells_of(settings, names, numbers)
-    check_cells(cells, folder)
-    again = "run the same `quiver compare` command again: it continues from the last checkpoints."
+    cells = plan_comparison(settings, check_methods(names), numbers, folder)
+    hint = "run the same `quiver compare` command again: it continues from the last checkpoints."
+
+    def run(label: str, cell: Config) -> dict[str, Any]:
+        title = cell_title(cell, len(numbers) > 1)
+        try:
+            return _run(cell, folder / label, title, quiet or json_, stop)
+        except Diverged as error:
+            error.run = None  # it would keep every state alive
+            raise
+
     # One comparison at a time: the table and the report are made of all its runs.
-    with alone(folder), _told_how_to_continue(lambda: again) as stop:
-        summaries, diverged = _run_all(cells, folder, len(numbers) > 1, quiet or json_, stop)
+    with lock_folder(folder), _explain_how_to_continue(lambda: hint) as stop:
+        try:
+            summaries, diverged = run_comparison(cells, run)
+        except CannotWrite as problem:
+            raise CannotWrite.of(problem.place, problem.reason, hint.rstrip(".")) from problem
         page = folder / "report.html"
         groups = write_report([folder / label for label, _ in cells], page)
     if json_:
@@ -136,37 +226,20 @@ def compare(
     else:
         print_comparison(Console(), groups)
         Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
-    if diverged:
-        raise diverged[0]
-
-
-def _run_all(
-    cells: list[tuple[str, Config]], folder: Path, several: bool, quiet: bool, stop: Stop
-) -> tuple[dict[str, Any], list[Diverged]]:
-    from quiverfl.comparison import shown_title
-
-    summaries: dict[str, Any] = {}
-    diverged: list[Diverged] = []
-    for label, cell in cells:
-        try:
-            shown = shown_title(cell, several)
-            summaries[label] = _run(cell, folder / label, shown, quiet, stop)
-        except Diverged as error:  # the others are still worth having
-            error.run = None  # it and the traceback would keep every state alive
-            diverged.append(error.with_traceback(None))
-    return summaries, diverged
+    for error in diverged.values():
+        raise error
 
 
 def methods(json_: AsJson = False) -> None:
     """The methods, their options and the topology they are usually run on."""
-    from quiverfl.methods.options import options_of
+    from quiverfl.options import read_options
 
     rows: list[dict[str, Any]] = [
         {
             "name": name,
             "title": method.title,
             "topology": method.topology,
-            "options": options_of(method),
+            "options": read_options(method),
             "summary": (_module_doc(method).splitlines() or [""])[0],
         }
         for name, method in ((name, make()) for name, make in METHODS.items())
@@ -181,23 +254,23 @@ def methods(json_: AsJson = False) -> None:
     Console().print(table)
 
 
-def _flags(quiet: bool, json_: bool) -> list[str]:
+def _output_flags(quiet: bool, json_: bool) -> list[str]:
     return ["--quiet"] * quiet + ["--json"] * json_
 
 
-def finish(
+def run_and_print(
     settings: Config | None, folder: Path, quiet: bool, json_: bool, continues: bool = False
 ) -> None:
     """Without settings they are rank 0's."""
-    from quiverfl.run_folder import RunFolder
+    from quiverfl.runs.folder import RunFolder
 
     def again() -> str:
         if not RunFolder(folder).holds_run():
             return "nothing was written yet: run the same command again."
         return f"`quiver resume {folder}` continues from the last checkpoint."
 
-    with _told_how_to_continue(again) as stop:
-        summary = _run_anywhere(settings, folder, quiet or json_, stop, continues)
+    with _explain_how_to_continue(again) as stop:
+        summary = _run_on_rank_or_here(settings, folder, quiet or json_, stop, continues)
     if own_rank() > 0:
         return
     if json_:
@@ -210,28 +283,40 @@ def finish(
             f"last round, stage {stage}: {summary['metric']} {last['mean']:.4f} ± "
             f"{last['std']:.4f}, worst 10 % of clients {last['worst10']:.4f}"
         )
+    untested, clients = _count_untested(folder)
+    if untested:
+        console.print(f"{untested} of {clients} clients have no test data and are in no mean.")
     console.print(f"run folder: [bold]{folder}[/bold]", soft_wrap=True)
 
 
-def _run_anywhere(
+def _count_untested(folder: Path) -> tuple[int, int]:
+    """How many clients have no test data, and how many there are."""
+    import numpy as np
+
+    with np.load(folder / "partition.npz") as partition:
+        sizes = np.diff(partition["test_offsets"])
+    return int((sizes == 0).sum()), len(sizes)
+
+
+def _run_on_rank_or_here(
     settings: Config | None, folder: Path, quiet: bool, stop: Stop, continues: bool
 ) -> dict[str, Any]:
     """In this process, or on the ranks that it is one of."""
     if world_size() > 1:
-        return ranks.run_here(settings, folder, quiet, stop, continues)
+        return run_on_rank(settings, folder, quiet, stop, continues)
     assert settings is not None
     return _run(settings, folder, method_title(settings.method.name), quiet, stop)
 
 
 def _run(settings: Config, folder: Path, label: str, quiet: bool, stop: Stop) -> dict[str, Any]:
-    from quiverfl.experiment import run_in_folder
+    from quiverfl.runs.experiment import run_in_folder
 
     with progress(label, settings.run.rounds, quiet) as watcher:
         return run_in_folder(settings, folder, watcher, stop=stop)
 
 
 @contextlib.contextmanager
-def _told_how_to_continue(again: Callable[[], str]) -> Iterator[Stop]:
+def _explain_how_to_continue(again: Callable[[], str]) -> Iterator[Stop]:
     """Ctrl-C ends a run at once, SIGTERM after the round it is in: both say how to continue it.
 
     A second SIGTERM ends the process at once; that loses no more than the rounds since the last
@@ -247,44 +332,35 @@ def _told_how_to_continue(again: Callable[[], str]) -> Iterator[Stop]:
     try:
         yield asked.is_set
     except KeyboardInterrupt:
-        _say(f"interrupted; {again()}")
+        _print_error(f"interrupted; {again()}")
         raise
     except Stopped as stopped:
-        _say(f"stopped by SIGTERM after round {stopped.rounds}; {again()}")
+        _print_error(f"stopped by SIGTERM after round {stopped.rounds}; {again()}")
         raise typer.Exit(TERMINATED) from stopped
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _say(words: str) -> None:
-    if not speaks():
+def _print_error(words: str) -> None:
+    if not is_first_on_machine():
         return
     Console(stderr=True, highlight=False).print(escape(words), soft_wrap=True)
 
 
 def _refuse_unfinished(folder: Path) -> None:
-    from quiverfl.run_folder import RunFolder
+    from quiverfl.runs.folder import RunFolder
 
     existing = RunFolder(folder)
-    if existing.started() and not existing.finished():
-        with existing.alone():  # or it is not interrupted: whoever is at work is named
+    if existing.has_results() and not existing.is_finished():
+        with existing.lock():  # or it is not interrupted: whoever is at work is named
             existing.refuse_unfinished()
 
 
-def _names(text: str) -> list[str]:
+def _split_methods(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        find_method(name)
     if not names:
         raise QuiverError("--methods: name at least one method, or `all`.")
     return list(dict.fromkeys(names))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise QuiverError(f"--seeds {text!r}: write whole numbers, such as 0,1,2.") from None
 
 
 def _module_doc(method: Method) -> str:

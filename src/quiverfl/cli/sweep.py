@@ -2,254 +2,167 @@
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from quiverfl.cli import where
-from quiverfl.errors import QuiverError
-from quiverfl.extras import require
-from quiverfl.results import numbers
-from quiverfl.sweeps.checks import check_cells
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.overview import describe, overview
-from quiverfl.sweeps.plan import Cell, Choice, load_sweep
-from quiverfl.sweeps.pool import check_inputs, pending
-from quiverfl.sweeps.swept import cell_rows
-from quiverfl.sweeps.where import Outcome, Where
+from quiverfl.cli.options import DryRun, Events, Retry, SweepOptions, expand_options
+from quiverfl.results import formatting
+from quiverfl.support.environment import require_package
+from quiverfl.sweeps.api import SweepReporter, list_cell_rows, run_cells
+from quiverfl.sweeps.display import describe_cell
+from quiverfl.sweeps.estimate import Estimate, Reasons
+from quiverfl.sweeps.executor import SweepExecutor
+from quiverfl.sweeps.plan import Cell, SweepFolder, load_sweep
 
 
-class Stage(enum.StrEnum):
-    local = "local"
-    mixed = "mixed"
-
-
-Out = Annotated[Path, typer.Option(help="Folder; sweeps in the same one share finished cells.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value for every cell.")
-]
-Methods = Annotated[
-    str | None, typer.Option(help="Comma-separated; those of the file if not given.")
-]
-Seeds = Annotated[str | None, typer.Option(help="Comma-separated; those of the file if not given.")]
-Cases = Annotated[str | None, typer.Option(help="Semicolon-separated names of cases.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only print what would run, and how long it would take.")
-]
-Estimated = Annotated[
-    bool, typer.Option("--estimate/--no-estimate", help="Estimate the time first, by short trials.")
-]
-Retry = Annotated[bool, typer.Option("--retry", help="Run cells that diverged once more.")]
-Events = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard event files too.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-
-
+@expand_options
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file with a base and a grid.")],
-    jobs: where.Jobs = None,
-    out: Out = Path("runs"),
-    methods: Methods = None,
-    seeds: Seeds = None,
-    cases: Cases = None,
-    set_: Settings = None,
-    on: where.Place = where.On.local,
-    address: where.Address = "local",
-    cpus: where.Cpus = 1,
-    gpus: where.Gpus = 0,
-    memory: where.Memory = True,
-    bring_back: where.BringBack = False,
-    submit: where.Submit = False,
-    sbatch: where.Sbatch = None,
+    options: SweepOptions,
     dry_run: DryRun = False,
-    estimated: Estimated = True,
     retry: Retry = False,
     tensorboard: Events = False,
-    quiet: Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The cells as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the cells as JSON.")] = False,
 ) -> None:
     """Run a grid of experiments; started again, it resumes.
 
     Finished cells are skipped, interrupted ones resumed, and a cell that fails stops no other.
     """
     if tensorboard:
-        require("tensorboard", "--tensorboard")
-    plan = load_sweep(file, choice(methods, seeds, cases, set_))
-    places = Places(out)
-    place = where.chosen(
-        on, plan.cells, jobs, address, cpus, gpus, memory, bring_back, submit, sbatch
-    )
-    carry_out(plan.cells, places, place, dry_run, estimated, retry, quiet or as_json)
-    rows = cell_rows(plan, places)
+        require_package("tensorboard", "--tensorboard")
+    plan, folder = load_sweep(file, options.choice()), SweepFolder(options.out)
+    folder.check(plan.name)
+    executor = options.make_executor(plan.cells)
+    quiet = options.quiet or as_json
+    run_with_progress(plan.cells, folder, executor, options.estimate, quiet, dry_run, retry)
+    rows = list_cell_rows(plan, folder)
     if as_json:
         print(json.dumps(rows))
     if dry_run:
         if not as_json:
-            list_cells(plan.cells, places)
+            print_cells(plan.cells, folder)
         return
-    finished = [cell for cell in plan.cells if places.state(cell) == "finished"]
+    finished = [cell for cell in plan.cells if folder.state(cell) == "finished"]
     if finished:
-        _report(plan.cells, places, out / plan.name, as_json)
+        _write_reports(plan.cells, folder, options.out / plan.name, as_json)
     if tensorboard:
-        write_events(finished, places, out / plan.name / "tensorboard")
-    leave(plan.cells, places)
+        write_cell_events(finished, folder, options.out / plan.name / "tensorboard")
+    exit_unless_finished(plan.cells, folder)
 
 
-def choice(
-    methods: str | None, seeds: str | None, cases: str | None, values: Sequence[str] | None
-) -> Choice:
-    """The options of the command line, taken apart."""
-    return Choice(
-        None if methods is None else _words(methods, ","),
-        None if seeds is None else _numbers(seeds),
-        None if cases is None else _words(cases, ";"),
-        tuple(values or ()),
-    )
+class ConsoleReporter(SweepReporter):
+    """Prints on standard error what a sweep is about to do, and shows its progress."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__(progress=not quiet)
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+        self._printed: set[str] = set()
+
+    def report_pending(self, cells: Sequence[Cell], pending: int, absent: Reasons) -> None:
+        total = len({cell.name for cell in cells})
+        self._console.print(f"{total} cells, {total - pending} of them done before.")
+        for reason, of in absent.items():
+            self._print(f"{len(of)} of them cannot run yet: {reason}")
+        self._printed |= set(absent)
+
+    @contextlib.contextmanager
+    def report_trials(self) -> Iterator[Callable[[int, int], None]]:
+        with self._console.status("estimating the time by short trials …") as status:
+            yield lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …")
+
+    def report_estimate(self, estimate: Estimate, at_a_time: int) -> None:
+        unknown = f"; {estimate.unknown} cells could not be estimated" if estimate.unknown else ""
+        if estimate.unknown == len(estimate.seconds):
+            reason = "" if estimate.reason in self._printed else estimate.reason
+            self._console.print(f"How long it will take could not be estimated. {reason}".rstrip())
+            return
+        time = formatting.format_duration(estimate.total(at_a_time))
+        self._console.print(
+            f"about {time} with {at_a_time} at a time ({estimate.trials} short trials, "
+            f"{estimate.measured} cells judged by earlier runs{unknown})."
+        )
+
+    def report_submission(self, text: str) -> None:
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
-def carry_out(
+def run_with_progress(
     cells: Sequence[Cell],
-    places: Places,
-    place: Where,
-    dry_run: bool,
-    estimated: bool,
-    retry: bool,
+    folder: SweepFolder,
+    executor: SweepExecutor,
+    estimate: bool,
     quiet: bool,
+    dry_run: bool = False,
+    retry: bool = False,
     until: Mapping[str, int] | None = None,
-) -> list[Outcome]:
-    """Say how much there is to do, do it, and show progress.
-
-    `until` has rounds, by the names of cells, that are enough for now. The command ends here if
-    others do it later.
-    """
-    check_inputs(cells, places)
-    todo = pending(cells, places, retry)
-    absent = check_cells(todo)
-    if not dry_run and todo and sum(len(of) for of in absent.values()) == len(todo):
-        raise QuiverError("\n".join(absent))  # the same reasons once, not once per cell
-    console = Console(stderr=True, highlight=False, quiet=quiet)
-    names = {cell.name for cell in cells}
-    console.print(f"{len(names)} cells, {len(names) - len(todo)} of them done before.")
-    for reason, of in absent.items():
-        console.print(f"{len(of)} of them cannot run yet: {reason}", markup=False, soft_wrap=True)
-    if not todo:
-        return []
+) -> None:
+    """Run cells on the console. The command ends here if a cluster runs them later."""
+    reporter = ConsoleReporter(quiet)
     try:
-        with place:
-            seconds: dict[str, float | None] = {}
-            if estimated:
-                seconds = _estimate(todo, cells, places, place, console, absent, until)
-            if dry_run:
-                return []
-            with overview(todo, seconds, quiet) as watcher:
-                outcomes = place.run(todo, places, watcher, until)
+        run_cells(cells, folder, executor, reporter, dry_run, estimate, retry, until)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command resumes from the checkpoints.")
         raise
-    if place.handed_over:
-        console.print(place.handed_over, markup=False, soft_wrap=True)
+    if executor.submission:
         raise typer.Exit
-    return outcomes
 
 
-def _estimate(
-    todo: Sequence[Cell],
-    cells: Sequence[Cell],
-    places: Places,
-    place: Where,
-    console: Console,
-    said: Container[str],
-    until: Mapping[str, int] | None = None,
-) -> dict[str, float | None]:
-    from quiverfl.sweeps.estimate import estimate
-
-    with console.status("estimating the time by short trials …") as status:
-        found = estimate(
-            todo,
-            places,
-            cells,
-            place.threads,
-            lambda done, of: status.update(f"estimating the time: trial {done + 1} of {of} …"),
-            until,
-        )
-    unknown = f"; {found.unknown} cells could not be estimated" if found.unknown else ""
-    if found.unknown == len(todo):
-        reason = "" if found.reason in said else found.reason
-        console.print(f"How long it will take could not be estimated. {reason}".rstrip())
-        return found.seconds
-    console.print(
-        f"about {numbers.duration(found.total(place.at_a_time))} with {place.at_a_time} at a time "
-        f"({found.trials} short trials, {found.measured} cells judged by earlier runs{unknown})."
-    )
-    return found.seconds
-
-
-def leave(cells: Sequence[Cell], places: Places) -> None:
-    """Say which cells failed, and end with the exit code of the worst."""
-    failed = [cell for cell in cells if places.state(cell) != "finished"]
+def exit_unless_finished(cells: Sequence[Cell], folder: SweepFolder) -> None:
+    """Print which cells failed, and end with the exit code of the worst."""
+    failed = [cell for cell in cells if folder.state(cell) != "finished"]
     if not failed:
         return
     console = Console(stderr=True, highlight=False)
     for cell in failed:
-        reason = places.message(cell) or "not run"
-        console.print(f"not finished: {describe(cell)}. {reason}", markup=False, soft_wrap=True)
-    diverged = all(places.state(cell) == "diverged" for cell in failed)
+        reason = folder.message(cell) or "not run"
+        text = f"not finished: {describe_cell(cell)}. {reason}"
+        console.print(text, markup=False, soft_wrap=True)
+    diverged = all(folder.state(cell) == "diverged" for cell in failed)
     raise typer.Exit(3 if diverged else 2)
 
 
-def write_events(cells: Sequence[Cell], places: Places, folder: Path) -> None:
-    """TensorBoard events of finished cells, each once."""
-    from quiverfl.results.tensorboard import write_events as write
+def write_cell_events(cells: Sequence[Cell], folder: SweepFolder, out: Path) -> None:
+    """Write TensorBoard events of finished cells, each once."""
+    from quiverfl.runs.callbacks import write_events
 
     for cell in cells:
-        target = folder / cell.name
+        target = out / cell.name
         if not any(target.glob("*tfevents*")):
-            write(places.run(cell), target)
+            write_events(folder.run(cell), target)
 
 
-def _report(cells: Sequence[Cell], places: Places, folder: Path, quiet: bool) -> None:
-    """A page, a table and the numbers of each case."""
-    from quiverfl.results.html_report import write_report
-    from quiverfl.results.output_files import file_name, replace_file
-    from quiverfl.results.scores import comparison
-    from quiverfl.results.terminal import print_comparison
+def _write_reports(cells: Sequence[Cell], folder: SweepFolder, out: Path, quiet: bool) -> None:
+    """Write a page and a table of numbers for each case, and print its table."""
+    from quiverfl.results.report.page import write_report
+    from quiverfl.results.scores import compare_groups
+    from quiverfl.results.tables import print_comparison
 
     console = Console(quiet=quiet, highlight=False)
     for case in dict.fromkeys(cell.case for cell in cells):
-        own = [cell for cell in cells if cell.case == case]
+        of_case = [cell for cell in cells if cell.case == case]
         # What diverged is shown as such; the report says it of whatever has not finished, too.
-        runs = [places.run(cell) for cell in own if places.state(cell) != "new"]
-        if not any(places.state(cell) == "finished" for cell in own):
+        runs = [folder.run(cell) for cell in of_case if folder.state(cell) != "new"]
+        if not any(folder.state(cell) == "finished" for cell in of_case):
             continue
-        name = file_name(case) or "report"
-        groups = write_report(runs, folder / f"{name}.html")
-        numbers_file = folder / f"{name}.csv"
-        replace_file(numbers_file, comparison(groups).to_csv(index=False).encode())
+        page = out / f"{formatting.make_file_name(case) or 'report'}.html"
+        groups = write_report(runs, page)
+        table = compare_groups(groups).to_csv(index=False)
+        formatting.write_result_file(page.with_suffix(".csv"), table.encode())
         if case:
             console.print(f"\n{case}", style="bold", markup=False)
         print_comparison(console, groups)
-        page = folder / f"{name}.html"
         console.print(f"report: {page}", soft_wrap=True, markup=False)
 
 
-def list_cells(cells: Sequence[Cell], places: Places) -> None:
+def print_cells(cells: Sequence[Cell], folder: SweepFolder) -> None:
     for cell in cells:
-        print(f"{places.state(cell):<9} {cell.name}  {cell.label}".rstrip())
-
-
-def _words(text: str, separator: str) -> list[str]:
-    words = [word.strip() for word in text.split(separator) if word.strip()]
-    if not words:
-        raise QuiverError(f"{text!r}: name at least one, separated by {separator!r}.")
-    return list(dict.fromkeys(words))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise QuiverError(f"--seeds {text!r}: write whole numbers, such as 0,1,2.") from None
+        print(f"{folder.state(cell):<9} {cell.name}  {cell.label}".rstrip())

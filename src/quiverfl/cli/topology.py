@@ -14,15 +14,26 @@ from rich.console import Console
 from rich.table import Table
 
 from quiverfl.errors import QuiverError
-from quiverfl.results.recorded_graphs import recorded_graphs
+from quiverfl.results.pictures import recorded_graphs
 from quiverfl.results.run_files import is_run, read_run
-from quiverfl.topologies import TOPOLOGIES, Topology, TopologyReport, analyse, make_topology
-from quiverfl.topologies.analysis import Spread, spread, union
+from quiverfl.topologies import (
+    TOPOLOGIES,
+    Topology,
+    TopologyReport,
+    analyze_topology,
+    make_topology,
+)
+from quiverfl.topologies.analysis import (
+    CONNECTIVITY_WINDOW,
+    Spread,
+    check_connectivity,
+    draw_first_graphs,
+    measure_spread,
+    unite_graphs,
+)
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.recorded import WATCHED, watch
-from quiverfl.topologies.topology import downloads, uploads
-from quiverfl.topologies.unchanging import first_graphs
-from quiverfl.topologies.view import Looks
+from quiverfl.topologies.reports import ReportSpec
+from quiverfl.topologies.topology import count_downloads, count_uploads
 
 app = typer.Typer(no_args_is_help=True, help="Measure and draw a topology.")
 
@@ -61,15 +72,17 @@ def show(
     name: Annotated[
         str,
         typer.Argument(
-            help="As `quiver topologies` lists it, or your own module:function; or the folder of "
-            "a run whose topology looks."
+            help="A name from `quiver topologies`, or your own module:function; or the folder of "
+            "a run whose topology is adaptive."
         ),
     ],
-    clients: Annotated[int, typer.Option(help="How many clients.")] = 100,
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 100,
     neighbors: Annotated[int | None, typer.Option(help="Neighbours of a client.")] = None,
     sampled: Annotated[int | None, typer.Option(help="Clients a star samples.")] = None,
-    probability: Annotated[float | None, typer.Option(help="Of a link (erdos_renyi).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of random graphs.")] = None,
+    probability: Annotated[
+        float | None, typer.Option(help="Probability of a link (erdos_renyi).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of random graphs.")] = None,
     participation: Annotated[float | None, typer.Option(help="Fraction online.")] = None,
     link_failure: Annotated[
         float | None, typer.Option(help="Probability that a one-way link fails in a round.")
@@ -78,13 +91,13 @@ def show(
         list[str] | None, typer.Option("--set", help="option=value, for any other option.")
     ] = None,
     static: Annotated[bool, typer.Option("--static", help="Keep the first round's draw.")] = False,
-    rounds: Annotated[int, typer.Option(help="How many rounds to look at.")] = 50,
+    rounds: Annotated[int, typer.Option(help="Number of rounds to measure.")] = 50,
     window: Annotated[
         int | None,
         typer.Option(min=1, help="Say whether any so many consecutive rounds are connected."),
     ] = None,
     message_bytes: Annotated[
-        int, typer.Option(help="Of one message; the default is the paper's ResNet-18 body.")
+        int, typer.Option(help="Bytes of one message; the default is the paper's ResNet-18 body.")
     ] = PAPER_MESSAGE_BYTES,
     picture: Annotated[
         Path | None, typer.Option(help="Draw a round into this file: .png, .svg or .pdf.")
@@ -94,11 +107,11 @@ def show(
 ) -> None:
     """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds.
 
-    The graphs of a topology that looks depend on the run: given the folder of one, this shows those
+    The graphs of an adaptive topology depend on the run: given the folder of one, this shows those
     it recorded; given its name, those of clients that always tell the same.
     """
     if is_run(Path(name)):
-        _show_recorded(Path(name), window or WATCHED, picture, picture_round, as_json)
+        _show_recorded(Path(name), window or CONNECTIVITY_WINDOW, picture, picture_round, as_json)
         return
     given: dict[str, Any] = {
         "neighbors": neighbors,
@@ -114,31 +127,36 @@ def show(
     topology = make_topology(name, clients, **options)
     if picture is not None:
         _draw(topology, picture_round, picture)
-    report = analyse(topology, rounds, message_bytes)
+    report = analyze_topology(topology, rounds, message_bytes)
     watched = None
-    if window is not None or topology.looks is not None:
-        watched = watch(first_graphs(topology, rounds), window or WATCHED)
+    if window is not None or topology.reports is not None:
+        watched = check_connectivity(
+            draw_first_graphs(topology, rounds), window or CONNECTIVITY_WINDOW
+        )
     if as_json:
         watching = {} if watched is None else {"watch": asdict(watched)}
         print(json.dumps({**report.as_dict(), **watching}, indent=2))
     else:
         _print(
-            _table(_lines(report) + ([] if watched is None else [("over time", watched.words())]))
+            _table(
+                _lines(report) + ([] if watched is None else [("over time", watched.describe())])
+            )
         )
-        if topology.looks is not None:
-            _print(_looking(topology.looks))
+        if topology.reports is not None:
+            _print(_looking(topology.reports))
         for reason in report.left_out:
             _print(f"left out: {reason}")
     if picture is not None:
         print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _looking(looks: Looks) -> str:
+def _looking(looks: ReportSpec) -> str:
     told = [name for name in ("loss", "norm") if getattr(looks, name)]
     told += [f"sketch of {looks.sketch} numbers"] if looks.sketch else []
     return (
-        f"It looks at: {', '.join(told)} ({looks.bytes} bytes with every message). Shown for "
-        "clients that always tell the same; `quiver topology show FOLDER` has the graphs of a run."
+        f"Clients report: {', '.join(told)} ({looks.bytes} bytes with every message). Shown "
+        "for clients that always report the same; `quiver topology show FOLDER` has the graphs "
+        "of a run."
     )
 
 
@@ -157,8 +175,8 @@ def _show_recorded(
         if picture_round > len(graphs):
             raise QuiverError(f"--picture-round {picture_round}: {len(graphs)} were recorded.")
         _draw_to(graphs[picture_round - 1], picture, f"{run.topology}, round {picture_round}")
-    watched = watch(graphs, window)
-    used = union(graphs).nnz - run.clients
+    watched = check_connectivity(graphs, window)
+    used = unite_graphs(graphs).nnz - run.clients
     possible = run.clients * (run.clients - 1)
     if as_json:
         found = {"topology": run.topology, "clients": run.clients, "links_used": used}
@@ -169,26 +187,32 @@ def _show_recorded(
             [
                 ("topology", f"{run.topology}, {run.clients} clients, as recorded"),
                 ("rounds recorded", str(len(graphs))),
-                ("messages sent", _spread(spread([uploads(graph) for graph in graphs]))),
-                ("messages received", _spread(spread([downloads(graph) for graph in graphs]))),
+                (
+                    "messages sent",
+                    _spread(measure_spread([count_uploads(graph) for graph in graphs])),
+                ),
+                (
+                    "messages received",
+                    _spread(measure_spread([count_downloads(graph) for graph in graphs])),
+                ),
                 ("links used", f"{used:,} of {possible:,} possible"),
-                ("over time", watched.words()),
+                ("over time", watched.describe()),
             ]
         )
     )
 
 
 def _option(text: str) -> tuple[str, Any]:
-    from quiverfl.config import toml_value
+    from quiverfl.runs.config_files import parse_toml_value
 
     option, separator, value = text.partition("=")
     if not separator or not value.strip():
         raise QuiverError(f"--set {text!r}: write option=value.")
-    return option.strip(), toml_value(value.strip())
+    return option.strip(), parse_toml_value(value.strip())
 
 
 def _draw_to(graph: Graph, picture: Path, title: str) -> None:
-    from quiverfl.results.graph_picture import draw_graph
+    from quiverfl.results.pictures import draw_graph
 
     draw_graph(graph, picture, title=title)
 
@@ -196,7 +220,7 @@ def _draw_to(graph: Graph, picture: Path, title: str) -> None:
 def _draw(topology: Topology, round: int, picture: Path) -> None:
     told = [f"{option} {value}" for option, value in topology.options.items() if value is not False]
     title = ", ".join([topology.name, f"{topology.clients} clients", *told, f"round {round}"])
-    _draw_to(first_graphs(topology, round)[-1], picture, title)
+    _draw_to(draw_first_graphs(topology, round)[-1], picture, title)
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -220,7 +244,7 @@ def _with_mass(topology: Topology) -> list[str]:
     from quiverfl.methods import METHODS
 
     made = {name: make() for name, make in METHODS.items()}
-    silent = topology.looks is None
+    silent = topology.reports is None
     return [
         name
         for name, method in made.items()

@@ -1,23 +1,23 @@
 """Batch order: a pure function of (seed, client, round, phase, epoch).
 
 `batch_order` says it for one client and is what an independent transcription of a method uses;
-`plan` lays the batches of several clients out at once and agrees with it.
+`plan_batches` lays the batches of several clients out at once and agrees with it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from quiverfl.seeds import Hashes, hashed
-
-Integers = npt.NDArray[np.int64]
+from quiverfl.seeds import Hashes, key_hashes
+from quiverfl.types import Flags, Integers
 
 ADAPT = 1 << 20
 """The phase number of fine-tuning before an evaluation; its round is always 0."""
-AT_ONCE = 1 << 16
+TOGETHER = 1 << 16
 """Visits that are laid out together, of as many epochs as that makes: fewer calls."""
 
 
@@ -30,11 +30,11 @@ def batch_order(
     size: int,
 ) -> Integers:
     """The order in which a client visits its samples in an epoch; batches are cut from it."""
-    keys = hashed(seed, "batches", client, round, phase, epoch, np.arange(size))
+    keys = key_hashes(seed, "batches", client, round, phase, epoch, np.arange(size))
     return np.argsort(keys, kind="stable")
 
 
-def sample_keys(
+def sample_key_hashes(
     seed: int,
     client: object,
     round: int,
@@ -43,29 +43,86 @@ def sample_keys(
     sample: object,
 ) -> Hashes:
     """64 random bits for one visit to one sample: what augmentation draws from."""
-    return hashed(seed, "augment", client, round, phase, epoch, sample)
+    return key_hashes(seed, "augment", client, round, phase, epoch, sample)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Batches of several clients, step by step.
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """The batches of several clients in a phase: sample numbers, step by step.
 
     samples[c, s, :counts[c, s]] are the client's own sample numbers in step s; epochs[c, s] is the
-    epoch that step belongs to; client c has steps[c] steps.
+    epoch that step belongs to; client c has steps[c] steps. `group_counts` are the counts of all
+    clients that are computed together, if some of them are elsewhere: a batch is as wide as the
+    widest of them.
     """
 
     samples: Integers
     counts: Integers
     epochs: Integers
     steps: Integers
+    group_counts: Integers
 
-    def first(self, most: int) -> Plan:
+    def first(self, most: int) -> BatchPlan:
         """The first steps only."""
         cut = (self.samples[:, :most], self.counts[:, :most], self.epochs[:, :most])
-        return Plan(*cut, np.minimum(self.steps, most))
+        return BatchPlan(*cut, np.minimum(self.steps, most), self.group_counts[:, :most])
+
+    def arrange(self, order: Integers, group_counts: Integers) -> BatchPlan:
+        """The clients in another order, in batches as wide as those of the group."""
+        samples, widest = self.samples[order], int(group_counts.max())
+        if widest > samples.shape[2]:  # padded with the client's first sample, as all padding is
+            narrow = samples
+            samples = np.zeros((*narrow.shape[:2], widest), narrow.dtype)
+            samples[:, :, : narrow.shape[2]] = narrow  # np.pad takes longer
+        own = (self.counts[order], self.epochs[order], self.steps[order])
+        return BatchPlan(samples, *own, group_counts)
+
+    def split_in_halves(self) -> tuple[BatchPlan, BatchPlan]:
+        """The first half of every batch of a client, and the rest; a single sample is both."""
+        (begin, first), (begins, firsts) = _halve(self.counts), _halve(self.group_counts)
+        second, seconds = self.counts - begin, self.group_counts - begins
+        zeros = np.zeros_like(begin)
+        return self._cut(zeros, first, firsts), self._cut(begin, second, seconds)
+
+    def _cut(self, begin: Integers, counts: Integers, group_counts: Integers) -> BatchPlan:
+        last = self._widths[: self.samples.shape[1], None] - 1
+        places = np.minimum(begin[:, :, None] + np.arange(int(group_counts.max())), last)
+        samples = np.take_along_axis(self.samples, places, axis=2)
+        return BatchPlan(samples, counts, self.epochs, self.steps, group_counts)
+
+    @cached_property
+    def clients(self) -> list[int]:
+        """How many clients take each step: the first ones, if they are ordered by steps."""
+        steps = np.arange(int(self.steps.max(initial=0)))
+        clients: list[int] = np.count_nonzero(self.steps[:, None] > steps, axis=0).tolist()
+        return clients
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Clients and samples of each batch."""
+        # Others of the group may take more steps than those here.
+        return list(zip(self.clients, self._widths.tolist(), strict=False))
+
+    @cached_property
+    def padded(self) -> Flags:
+        """Whether anybody in the group is padded, of every step."""
+        counts = self.group_counts
+        flags: Flags = np.any((counts > 0) & (counts < self._widths), axis=0)
+        return flags
+
+    @cached_property
+    def _widths(self) -> Integers:
+        widths: Integers = self.group_counts.max(axis=0)
+        return widths
 
 
-def plan(
+def _halve(counts: Integers) -> tuple[Integers, Integers]:
+    """Where the second half begins, and how many samples the first has."""
+    first = -(-counts // 2)
+    return np.where(counts > 1, first, 0), first
+
+
+def plan_batches(
     seed: int,
     clients: Integers,
     round: int,
@@ -73,22 +130,22 @@ def plan(
     epochs: Integers | None,
     sizes: Integers,
     batch_size: int | None,
-    at_most: int | None = None,
-) -> Plan:
+    most_steps: int | None = None,
+) -> BatchPlan:
     """The batches of a phase for clients with their own number of epochs and samples.
 
-    Without a number of epochs: `at_most` steps, of as many epochs as that takes.
+    Without a number of epochs: `most_steps` steps, of as many epochs as that takes.
     """
-    batch, per_epoch, epochs = _rhythm(epochs, sizes, batch_size, at_most)
+    batch, per_epoch, epochs = _count_epochs(epochs, sizes, batch_size, most_steps)
     steps = epochs * per_epoch
     count, width = int(steps.max(initial=0)), int(batch.max())
     samples = np.zeros((len(clients), count, width), dtype=np.int64)
     position, last = np.arange(sizes.max()), int(epochs.max(initial=0))
     inside = position < sizes[:, None]
-    some = max(1, AT_ONCE // inside.size)
+    some = max(1, TOGETHER // inside.size)
     for begin in range(0, last, some):
         number = np.arange(begin, min(begin + some, last))
-        visits = _orders(seed, clients, round, phase, number, position, inside, batch_size)
+        visits = _order_samples(seed, clients, round, phase, number, position, inside, batch_size)
         if inside.all():  # a client alone, or clients of one size; nobody reads behind one's steps
             wide = np.zeros((len(clients), len(number), int(per_epoch[0]) * width), dtype=np.int64)
             wide[:, :, : len(position)] = visits
@@ -99,35 +156,37 @@ def plan(
         client, epoch, place = np.nonzero(taken)
         at = place // batch[client] + (begin + epoch) * per_epoch[client]
         samples[client, at, place % batch[client]] = visits[taken]
-    counts = _counts(steps, sizes, batch, per_epoch)
-    whole = Plan(samples, counts, np.arange(count) // per_epoch[:, None], steps)
-    return whole if at_most is None else whole.first(at_most)
+    counts = _count_samples(steps, sizes, batch, per_epoch)
+    whole = BatchPlan(samples, counts, np.arange(count) // per_epoch[:, None], steps, counts)
+    return whole if most_steps is None else whole.first(most_steps)
 
 
-def batch_counts(
-    epochs: Integers | None, sizes: Integers, batch_size: int | None, at_most: int | None = None
+def count_batches(
+    epochs: Integers | None, sizes: Integers, batch_size: int | None, most_steps: int | None = None
 ) -> Integers:
-    """How many samples every step of every client has, as `plan` lays them out; 0 after the last.
+    """How many samples every step of every client has, as `plan_batches` lays them out.
 
-    It takes no data, so it can be known of clients whose examples are elsewhere.
+    0 after the last step. It takes no data, so it is known of clients that are elsewhere, too.
     """
-    batch, per_epoch, epochs = _rhythm(epochs, sizes, batch_size, at_most)
-    return _counts(epochs * per_epoch, sizes, batch, per_epoch)[:, :at_most]
+    batch, per_epoch, epochs = _count_epochs(epochs, sizes, batch_size, most_steps)
+    return _count_samples(epochs * per_epoch, sizes, batch, per_epoch)[:, :most_steps]
 
 
-def _rhythm(
-    epochs: Integers | None, sizes: Integers, batch_size: int | None, at_most: int | None
+def _count_epochs(
+    epochs: Integers | None, sizes: Integers, batch_size: int | None, most_steps: int | None
 ) -> tuple[Integers, Integers, Integers]:
     """A whole batch, batches per epoch, and epochs, each per client."""
     batch = sizes if batch_size is None else np.minimum(batch_size, sizes)
     per_epoch = -(-sizes // batch)
     if epochs is None:
-        assert at_most is not None
-        epochs = -(-at_most // per_epoch)
+        assert most_steps is not None
+        epochs = -(-most_steps // per_epoch)
     return batch, per_epoch, epochs
 
 
-def _counts(steps: Integers, sizes: Integers, batch: Integers, per_epoch: Integers) -> Integers:
+def _count_samples(
+    steps: Integers, sizes: Integers, batch: Integers, per_epoch: Integers
+) -> Integers:
     index = np.arange(int(steps.max(initial=0)))
     last = index % per_epoch[:, None] == per_epoch[:, None] - 1
     rest = (sizes - (per_epoch - 1) * batch)[:, None]
@@ -136,7 +195,7 @@ def _counts(steps: Integers, sizes: Integers, batch: Integers, per_epoch: Intege
     return counts
 
 
-def _orders(
+def _order_samples(
     seed: int,
     clients: Integers,
     round: int,
@@ -150,7 +209,7 @@ def _orders(
     if batch_size is None:
         return np.broadcast_to(position, (len(clients), len(epochs), len(position)))
     among = (clients[:, None, None], round, phase, epochs[:, None], position)
-    keys = hashed(seed, "batches", *among)
+    keys = key_hashes(seed, "batches", *among)
     if not inside.all():
         keys[~np.broadcast_to(inside[:, None], keys.shape)] = np.iinfo(np.uint64).max
     return np.argsort(keys, axis=2, kind="stable")

@@ -1,8 +1,10 @@
-"""A data set before it is shared out between clients."""
+"""A data set before it is partitioned between clients."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -10,13 +12,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quiverfl.card import Shown, shape, thousands
-from quiverfl.data.on_disk import LARGE, pieces
-from quiverfl.errors import QuiverError
-from quiverfl.trees import leaves, mapped
+from quiverfl.data.examples import LARGE, iterate_pieces
+from quiverfl.errors import QuiverError, QuiverWarning
+from quiverfl.support.cards import ReprCard, format_shape, format_thousands
+from quiverfl.trees import tree_leaves, tree_map
+from quiverfl.types import Floats, Integers
 
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+log = logging.getLogger("quiverfl.data")
 Inputs = npt.NDArray[Any]
 """uint8 images [n, channels, height, width]; or numbers (float32) or ids (int32, int64) of any
 shape [n, …]."""
@@ -29,7 +31,7 @@ IDS = (np.int32, np.int64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dataset(Shown):
+class Dataset(ReprCard):
     """Examples for training and testing, in the source's own order.
 
     Labels are 0 … classes - 1; their names are these numbers unless given. `mean` and `std` are
@@ -53,26 +55,31 @@ class Dataset(Shown):
     owner_names: tuple[str, ...] = ()
     train_target: InputTree | None = None
     test_target: InputTree | None = None
-    """What is to be learned where that is no label: numbers (float32) or ids (int64), [n, …], or
-    several of them. The labels then only say who is shared out with whom."""
+    """Targets that are not labels: numbers (float32) or ids (int64), [n, …], or several of them.
+    Labels are then used only for partitioning."""
     known_digest: str = ""
-    """What `digest` is, where it was computed before."""
+    """The value of `digest`, if it was computed before."""
+    notes: tuple[str, ...] = ()
+    """Decisions of the reader, such as which columns are inputs: a sentence each."""
+    doubts: tuple[str, ...] = ()
+    """Possible mistakes in the data that stop nothing: a sentence each."""
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
             x, y = getattr(self, f"{part}_x"), getattr(self, f"{part}_y")
             where = f"{self.name}, {part}"
-            for path, leaf in leaves(x):
+            for path, leaf in tree_leaves(x):
                 _check_inputs(f"{where}, {path!r}" if path else where, leaf, len(y))
-                if not self.known_digest:  # it was looked at before
+                if not self.known_digest:  # the same data was checked before
                     _check_finite(f"{where}, {path!r}" if path else where, leaf)
             _check_labels(where, y, self.classes)
             owner = getattr(self, f"{part}_owner")
             _check_owners(where, owner, len(y), len(self.owner_names))
         if not len(self.train_y):
             raise QuiverError(f"{self.name} holds no training examples.")
-        _check_both(self)
-        _check_targets(self.name, self)
+        _check_same_form(self.name, "inputs", self.train_x, self.test_x)
+        _check_standardised(self)
+        _check_targets(self)
         if not self.class_names:
             names = tuple(str(label) for label in range(self.classes))
             object.__setattr__(self, "class_names", names)
@@ -84,46 +91,47 @@ class Dataset(Shown):
     def title(self) -> str:
         return f"Dataset {self.name}"
 
-    def facts(self) -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         owners = 0 if self.train_owner is None else len(np.unique(self.train_owner))
         inputs = [
-            f"{name}: {_inputs(leaf)}" if name else _inputs(leaf)
-            for name, leaf in leaves(self.train_x)
+            f"{name}: {_describe_inputs(leaf)}" if name else _describe_inputs(leaf)
+            for name, leaf in tree_leaves(self.train_x)
         ]
         return {
-            "train": thousands(len(self.train_y)),
-            "test": thousands(len(self.test_y)),
+            "train": format_thousands(len(self.train_y)),
+            "test": format_thousands(len(self.test_y)),
             "inputs": ", ".join(inputs),
-            "classes": thousands(self.classes),
-            **({"owners": thousands(owners)} if owners else {}),
+            "classes": format_thousands(self.classes),
+            **({"owners": format_thousands(owners)} if owners else {}),
+            **({"notes": " ".join(self.notes)} if self.notes else {}),
         }
 
     @property
     def input_shape(self) -> Any:
-        """The shape of one example: what a model is made for. Of several inputs, of each."""
-        return mapped(lambda leaf: tuple(int(side) for side in leaf.shape[1:]), self.train_x)
+        """The shape of one example, for which a model is made; a tree for several inputs."""
+        return tree_map(lambda leaf: tuple(int(side) for side in leaf.shape[1:]), self.train_x)
 
     @property
     def outputs(self) -> Any:
-        """How many numbers a model has to say: one per class, per target, or per id there is.
+        """Size of a model's output: one number per class, per target, or per known id.
 
-        Of several targets, of each.
+        A tree of sizes if there are several targets.
         """
         if self.train_target is None:
             return self.classes
-        return mapped(_outputs, self.train_target, self.test_target)
+        return tree_map(_output_size, self.train_target, self.test_target)
 
     @property
     def is_ids(self) -> bool:
         """Whether the inputs are ids, such as those of words: whole numbers to be looked up."""
-        return all(leaf.dtype in IDS for _, leaf in leaves(self.train_x))
+        return all(leaf.dtype in IDS for _, leaf in tree_leaves(self.train_x))
 
     @property
     def is_image(self) -> bool:
-        return self.is_one and self.train_x.ndim == 4 and not self.is_ids
+        return self.is_single_array and self.train_x.ndim == 4 and not self.is_ids
 
     @property
-    def is_one(self) -> bool:
+    def is_single_array(self) -> bool:
         """Whether the inputs are one array."""
         return not isinstance(self.train_x, dict | tuple | list)
 
@@ -132,54 +140,69 @@ class Dataset(Shown):
         """A hash of every example: runs on other data are other runs, whatever its name."""
         if self.known_digest:
             return self.known_digest
-        found = hashlib.blake2b(digest_size=16)
-        found.update(repr((self.classes, self.mean, self.std)).encode())
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr((self.classes, self.mean, self.std)).encode())
         parts = (self.train_x, self.train_y, self.test_x, self.test_y)
         targets = (self.train_target, self.test_target)
         for tree in (*parts, self.train_owner, self.test_owner, *targets):
-            for path, array in leaves(tree):
+            for path, array in tree_leaves(tree):
                 if array is not None:
-                    found.update(path.encode())
-                    found.update(repr((array.shape, array.dtype.str)).encode())
-                    for piece in pieces(array):
-                        found.update(np.ascontiguousarray(piece).data)
-        return found.hexdigest()
+                    digest.update(path.encode())
+                    digest.update(repr((array.shape, array.dtype.str)).encode())
+                    for piece in iterate_pieces(array):
+                        digest.update(np.ascontiguousarray(piece).data)
+        return digest.hexdigest()
 
 
-def _inputs(leaf: Inputs) -> str:
-    return f"{shape(tuple(leaf.shape[1:]))} ({leaf.dtype})"
+def report_notes(dataset: Dataset) -> Dataset:
+    """Log a data set's notes, which the command line prints, and warn of its doubts; return it."""
+    for note in dataset.notes:
+        log.info(note)
+    for doubt in dataset.doubts:
+        warnings.warn(doubt, QuiverWarning, stacklevel=3)
+    return dataset
 
 
-def _outputs(train: Inputs, test: Inputs) -> int:
+def _describe_inputs(leaf: Inputs) -> str:
+    return f"{format_shape(tuple(leaf.shape[1:]))} ({leaf.dtype})"
+
+
+def _output_size(train: Inputs, test: Inputs) -> int:
     if train.dtype == np.float32:
         return 1 if train.ndim == 1 else int(train.shape[-1])
     return int(max(part.max(initial=0) for part in (train, test))) + 1
 
 
-def _check_both(dataset: Dataset) -> None:
-    """Training and test inputs are of one kind, and what is standardised can be."""
-    train, test = dict(leaves(dataset.train_x)), dict(leaves(dataset.test_x))
-    if not train:
-        raise QuiverError(f"{dataset.name} has no inputs.")
-    if list(train) != list(test):
+def _check_same_form(name: str, what: str, train: InputTree, test: InputTree) -> None:
+    """Refuse training and test leaves of other names, types or shapes."""
+    first, second = dict(tree_leaves(train)), dict(tree_leaves(test))
+    if not first:
+        raise QuiverError(f"{name} has no {what}.")
+    if list(first) != list(second):
         raise QuiverError(
-            f"{dataset.name}: training inputs are {list(train)}, test inputs {list(test)}; they "
-            "must be the same, in the same order."
+            f"{name}: training {what} are {list(first)}, test {what} {list(second)}; they must be "
+            "the same, in the same order."
         )
-    for path, leaf in train.items():
-        called = f"{path!r}: " if path else ""
-        if len(dataset.test_y) and test[path].dtype != leaf.dtype:
+    for path, leaf in first.items():
+        called, other = f"{path!r}: " if path else "", second[path]
+        if len(other) and other.dtype != leaf.dtype:
             raise QuiverError(
-                f"{dataset.name}: {called}training inputs are {leaf.dtype}, test inputs "
-                f"{test[path].dtype}; they must be the same."
+                f"{name}: {called}training {what} are {leaf.dtype}, test {what} {other.dtype}; "
+                "they must be the same."
             )
-        if len(dataset.test_y) and test[path].shape[1:] != leaf.shape[1:]:
+        if len(other) and other.shape[1:] != leaf.shape[1:]:
             raise QuiverError(
-                f"{dataset.name}: {called}training inputs have the shape {leaf.shape[1:]}, "
-                f"test inputs {test[path].shape[1:]}; they must be the same."
+                f"{name}: {called}training {what} have the shape {leaf.shape[1:]}, test {what} "
+                f"{other.shape[1:]}; they must be the same."
             )
+
+
+def _check_standardised(dataset: Dataset) -> None:
+    """Refuse ids that would be standardised."""
+    for path, leaf in tree_leaves(dataset.train_x):
         standardised = dataset.mean if not path else path in (dataset.mean or ())
         if leaf.dtype in IDS and standardised:
+            called = f"{path!r}: " if path else ""
             raise QuiverError(
                 f"{dataset.name}: {called}the inputs are {leaf.dtype}, and ids are not "
                 "standardised: leave mean and std out, or make the inputs float32 if they are "
@@ -187,29 +210,17 @@ def _check_both(dataset: Dataset) -> None:
             )
 
 
-def _check_targets(name: str, dataset: Dataset) -> None:
-    train, test = dataset.train_target, dataset.test_target
+def _check_targets(dataset: Dataset) -> None:
+    name, train, test = dataset.name, dataset.train_target, dataset.test_target
     if train is None and test is None:
         return
     if train is None or test is None:
         raise QuiverError(f"{name}: train_target and test_target come together.")
-    first, second = dict(leaves(train)), dict(leaves(test))
-    if list(first) != list(second) or not first:
-        raise QuiverError(
-            f"{name}: training targets are {list(first)}, test targets {list(second)}; they must "
-            "be the same, in the same order."
-        )
-    for path, target in first.items():
-        called = f"{name}, {path!r}" if path else name
-        other = second[path]
-        _check_target(f"{called}, train", target, len(dataset.train_y))
-        _check_target(f"{called}, test", other, len(dataset.test_y))
-        if len(other) and (other.shape[1:] != target.shape[1:] or other.dtype != target.dtype):
-            raise QuiverError(
-                f"{called}: training targets are {target.dtype} of shape {list(target.shape[1:])}, "
-                f"test targets {other.dtype} of shape {list(other.shape[1:])}; they must be the "
-                "same."
-            )
+    _check_same_form(name, "targets", train, test)
+    for part, tree, labels in (("train", train, dataset.train_y), ("test", test, dataset.test_y)):
+        for path, target in tree_leaves(tree):
+            called = f"{name}, {path!r}" if path else name
+            _check_target(f"{called}, {part}", target, len(labels))
 
 
 def _check_target(where: str, target: Inputs, rows: int) -> None:
@@ -237,7 +248,7 @@ def _check_inputs(where: str, x: Inputs, labels: int) -> None:
 
 
 def _check_finite(where: str, x: Inputs) -> None:
-    if x.dtype == np.float32 and not all(np.isfinite(piece).all() for piece in pieces(x)):
+    if x.dtype == np.float32 and not all(np.isfinite(piece).all() for piece in iterate_pieces(x)):
         raise QuiverError(f"{where}: the inputs hold NaN or infinity; clean the data first.")
 
 
@@ -256,7 +267,7 @@ def _check_owners(where: str, owner: Integers | None, examples: int, names: int)
         raise QuiverError(f"{where}: owner {owner.max()} has no name; there are {names} names.")
 
 
-def channel_statistics(x: Inputs) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def compute_channel_statistics(x: Inputs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel (axis 1), bytes on the scale of [0, 1].
 
     In pieces and from the histogram of the bytes, so that a set on disk never becomes floats as a
@@ -264,36 +275,42 @@ def channel_statistics(x: Inputs) -> tuple[tuple[float, ...], tuple[float, ...]]
     """
     if x.dtype == np.uint8:
         levels = np.arange(256) / 255
-        counts = _histograms(x)
+        counts = _count_byte_values(x)
         shares = counts / counts.sum(axis=1, keepdims=True)
         mean = shares @ levels
         std = np.sqrt(np.maximum(shares @ levels**2 - mean**2, 0.0))
-    elif x.nbytes <= LARGE:
-        axes, all_of_it = (0, *range(2, x.ndim)), x[:]
-        mean = np.asarray(all_of_it.mean(axis=axes, dtype=np.float64))
-        std = np.asarray(all_of_it.std(axis=axes, dtype=np.float64))
     else:
-        mean, std = _moments(x)
+        # What is not finite is refused by name when the data set is made.
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean, std = _number_statistics(x)
     # A channel that never changes is only centred; dividing by zero would make it NaN.
     std = np.where(std > 0, std, 1.0)
     return tuple(float(v) for v in mean), tuple(float(v) for v in std)
 
 
-def _histograms(x: Inputs) -> Integers:
+def _number_statistics(x: Inputs) -> tuple[Floats, Floats]:
+    if x.nbytes > LARGE:
+        return _compute_moments(x)
+    axes, all_of_it = (0, *range(2, x.ndim)), x[:]
+    mean = np.asarray(all_of_it.mean(axis=axes, dtype=np.float64))
+    return mean, np.asarray(all_of_it.std(axis=axes, dtype=np.float64))
+
+
+def _count_byte_values(x: Inputs) -> Integers:
     counts = np.zeros((x.shape[1], 256), dtype=np.int64)
-    for piece in pieces(x):
+    for piece in iterate_pieces(x):
         for channel, of in enumerate(counts):
             of += np.bincount(piece[:, channel].ravel(), minlength=256)
     return counts
 
 
-def _moments(x: Inputs) -> tuple[Floats, Floats]:
+def _compute_moments(x: Inputs) -> tuple[Floats, Floats]:
     """Mean and standard deviation per channel, in two passes over the pieces."""
     count = np.prod(x.shape) / x.shape[1]
     mean, squares = np.zeros(x.shape[1]), np.zeros(x.shape[1])
     axes, sides = (0, *range(2, x.ndim)), (1, -1, *(1,) * (x.ndim - 2))
-    for piece in pieces(x):
+    for piece in iterate_pieces(x):
         mean += piece.sum(axis=axes, dtype=np.float64) / count
-    for piece in pieces(x):
+    for piece in iterate_pieces(x):
         squares += ((piece - mean.reshape(sides)) ** 2).sum(axis=axes)
     return mean, np.sqrt(squares / count)

@@ -1,4 +1,4 @@
-"""Who holds which examples.
+"""Federated data: which client holds which examples.
 
 The examples of all clients lie end to end in one tensor; a client is a slice. So nothing is padded
 however unequal the clients are, and a batch of any clients is one gather. Inputs or targets of
@@ -16,41 +16,133 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.card import Shown, between, shape, thousands
-from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip
-from quiverfl.data.dataset import Dataset, Inputs, InputTree, Integers
-from quiverfl.data.normalize import Normalize, NormalizeParts
-from quiverfl.data.on_disk import map_behind
-from quiverfl.data.pairs import end_to_end
+from quiverfl.data import partition as ways
+from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip, Normalize, NormalizeParts
+from quiverfl.data.dataset import Dataset, Inputs, InputTree
+from quiverfl.data.examples import ClientExamples, concatenate_clients, find_memory_map
 from quiverfl.data.partition import Partition
-from quiverfl.data.split import Split
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.data.sources import load_dataset
+from quiverfl.errors import QuiverError, QuiverWarning
+from quiverfl.options import python_number, refuse_old_names
 from quiverfl.seeds import Hashes
-from quiverfl.trees import Tree, leaves, mapped
+from quiverfl.support.cards import ReprCard, format_range, format_shape, format_thousands
+from quiverfl.trees import Tree, first_leaf, tree_leaves, tree_map
+from quiverfl.types import Integers
 
-Prepare = Callable[[Tree], Tree]
+
+def concatenate_pairs(name: str, pairs: Sequence[tuple[Any, Any]]) -> ClientExamples:
+    """Concatenate a pair (inputs, targets) per client; refuse, by client, what does not fit."""
+    parts: list[tuple[Tree, Tree]] = []
+    first: tuple[Tree, Tree] | None = None
+    for client, pair in enumerate(pairs):
+        where = f"{name}, client {client}"
+        x, y = (_to_tensors(where, part) for part in _check_pair(where, pair))
+        rows = _check_rows(where, x, y)
+        y = tree_map(lambda leaf: leaf if leaf.is_floating_point() else leaf.long(), y)
+        if first is not None and rows:
+            _check_same_form(where, "inputs", x, first[0])
+            _check_same_form(where, "targets", y, first[1])
+        first = (x, y) if first is None and rows else first
+        parts.append((x, y))
+    if first is not None:  # a client without samples may have come with any shape
+        empty_x, empty_y = (tree_map(lambda leaf: leaf[:0], part) for part in first)
+        parts = [(x, y) if len(first_leaf(y)) else (empty_x, empty_y) for x, y in parts]
+    return concatenate_clients(parts)
+
+
+def _check_pair(where: str, pair: Any) -> tuple[Any, Any]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise QuiverError(f"{where}: give a pair (inputs, targets), not {type(pair).__name__}.")
+    return pair[0], pair[1]
+
+
+def _to_tensors(where: str, part: Any) -> Tree:
+    several = isinstance(part, tuple) and any(hasattr(leaf, "__getitem__") for leaf in part)
+    if isinstance(part, dict):
+        return {str(key): _to_tensors(where, leaf) for key, leaf in part.items()}
+    if several:
+        return tuple(_to_tensors(where, leaf) for leaf in part)
+    return _to_tensor(where, part)  # a list is rows
+
+
+def _to_tensor(where: str, part: Any) -> Tensor:
+    if not isinstance(part, Tensor | np.ndarray) and hasattr(part, "__array__"):
+        part = np.array(part)  # of a table's columns: torch would ask for its rows by number
+    kind = getattr(part, "dtype", None)
+    text = kind is not None and getattr(kind, "kind", "") in ("U", "O")
+    if text or (isinstance(part, list) and part and isinstance(part[0], str)):
+        raise QuiverError(
+            f"{where}: text or objects ({kind or 'str'}): give numbers; labels that are text become"
+            " numbers with names, y = numpy.unique(labels, return_inverse=True)."
+        )
+    try:
+        return torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        said = str(error).rstrip(". ")
+        raise QuiverError(f"{where}: a {type(part).__name__} is not an array: {said}.") from error
+
+
+def _check_rows(where: str, x: Tree, y: Tree) -> int:
+    """Count the rows; refuse leaves of unequal length and numbers that are not finite."""
+    rows: dict[str, int] = {}
+    for kind, tree in (("inputs", x), ("targets", y)):
+        for path, leaf in tree_leaves(tree):
+            called = f"{kind} {path!r}" if path else kind
+            if not leaf.ndim:
+                raise QuiverError(f"{where}: {called}: give an array with a row per sample.")
+            if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+                advice = "; clean the data first." if kind == "inputs" else "."
+                raise QuiverError(f"{where}: the {called} hold NaN or infinity{advice}")
+            rows[called] = len(leaf)
+    if not rows:
+        raise QuiverError(f"{where}: there are no inputs and no targets.")
+    if len(set(rows.values())) > 1:
+        counts = " but ".join(f"{count} {called}" for called, count in rows.items())
+        raise QuiverError(f"{where}: {counts}.")
+    return next(iter(rows.values()))
+
+
+def _check_same_form(where: str, what: str, tree: Tree, first: Tree) -> None:
+    """Refuse leaves other than those of the first client that has samples."""
+    mine, theirs = dict(tree_leaves(tree)), dict(tree_leaves(first))
+    if list(mine) != list(theirs):
+        raise QuiverError(
+            f"{where}: {what} {list(mine)}, other clients have {list(theirs)}: give the same, in "
+            "the same order."
+        )
+    for path, leaf in mine.items():
+        if leaf.shape[1:] != theirs[path].shape[1:]:
+            called = f"{what} {path!r}" if path else what
+            raise QuiverError(
+                f"{where}: {called} of shape {tuple(leaf.shape[1:])}, "
+                f"other clients have {tuple(theirs[path].shape[1:])}."
+            )
+
+
+InputTransform = Callable[[Tree], Tree]
 """Raw inputs [n, …] → model inputs, such as bytes to normalised floats. Pure."""
 Augment = Callable[[Tree, Hashes], Tree]
 """(prepared inputs [n, …], 64 random bits per sample [n]) → inputs. Pure."""
 
 
+@refuse_old_names(only="select")
 @dataclass(frozen=True, eq=False, repr=False)
-class FederatedData(Shown):
+class FederatedData(ReprCard):
     """Training and test examples per client; how inputs are prepared and augmented.
 
     `names` says who the clients are, where that is known.
     """
 
-    train: Split
-    test: Split
+    train: ClientExamples
+    test: ClientExamples
     classes: int | None = None
-    prepare: Prepare | None = None
+    prepare: InputTransform | None = None
     augment: Augment | None = None
     names: tuple[str, ...] = ()
-    normalize: Prepare | None = None
-    """What was done to the inputs before they came here: a model in use must do it, too."""
+    normalize: InputTransform | None = None
+    """Normalisation that was already applied; an exported model must apply it, too."""
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """How `partition` made it, as [data] of a configuration says it; empty for your own arrays."""
+    """The [data] section that makes the same partition; empty for your own arrays."""
 
     @classmethod
     def from_arrays(
@@ -59,7 +151,7 @@ class FederatedData(Shown):
         test: Sequence[tuple[Any, Any]],
         *,
         classes: int | None = None,
-        prepare: Prepare | None = None,
+        prepare: InputTransform | None = None,
         augment: Augment | None = None,
         names: Sequence[str] = (),
     ) -> FederatedData:
@@ -82,46 +174,46 @@ class FederatedData(Shown):
             raise QuiverError("train is empty: give one (x, y) pair per client.")
         if names and len(names) != len(train):
             raise QuiverError(f"{len(names)} names for {len(train)} clients: give one each.")
-        first, second = end_to_end("train", train), end_to_end("test", test)
+        first, second = concatenate_pairs("train", train), concatenate_pairs("test", test)
         for client, size in enumerate(first.sizes):
             if size == 0:
                 raise QuiverError(
                     f"client {client} has no training data: leave it out, or partition the data "
                     "so that every client gets some."
                 )
-        found = _classes(first, second, classes)
-        return cls(first, second, found, prepare, augment, tuple(names))
+        class_count = _count_classes(first, second, classes)
+        return cls(first, second, class_count, prepare, augment, tuple(names))
 
     @property
     def clients(self) -> int:
         return self.train.clients
 
-    def facts(self) -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         sizes, tests = self.train.sizes, self.test.sizes
         return {
-            "clients": thousands(self.clients),
-            "training examples each": between(sizes.min(), sizes.max()),
-            "test examples each": between(tests.min(), tests.max()),
-            "inputs": _inputs(self.train.x),
-            "classes": "none" if self.classes is None else thousands(self.classes),
+            "clients": format_thousands(self.clients),
+            "training examples each": format_range(sizes.min(), sizes.max()),
+            "test examples each": format_range(tests.min(), tests.max()),
+            "inputs": _describe_inputs(self.train.x),
+            "classes": "none" if self.classes is None else format_thousands(self.classes),
         }
 
-    def only(self, clients: Sequence[int]) -> FederatedData:
+    def select(self, clients: Sequence[int]) -> FederatedData:
         """The data of some clients, renumbered from 0: what one shard or one peer holds."""
         names = tuple(self.names[client] for client in clients) if self.names else ()
-        train, test = self.train.only(clients), self.test.only(clients)
+        train, test = self.train.select(clients), self.test.select(clients)
         return replace(self, train=train, test=test, names=names)
 
 
-def _inputs(x: Any) -> str:
+def _describe_inputs(x: Any) -> str:
     """The shape of one example; of a tree of tensors, its parts."""
     if isinstance(x, Tensor):
-        return f"{shape(tuple(x.shape[1:]))} ({str(x.dtype).removeprefix('torch.')})"
+        return f"{format_shape(tuple(x.shape[1:]))} ({str(x.dtype).removeprefix('torch.')})"
     parts = x.items() if isinstance(x, Mapping) else enumerate(x)
-    return ", ".join(f"{name}: {_inputs(part)}" for name, part in parts)
+    return ", ".join(f"{name}: {_describe_inputs(part)}" for name, part in parts)
 
 
-def _classes(train: Split, test: Split, classes: int | None) -> int | None:
+def _count_classes(train: ClientExamples, test: ClientExamples, classes: int | None) -> int | None:
     one = isinstance(train.y, Tensor) and not train.y.is_floating_point() and train.y.ndim == 1
     if not one:
         return classes
@@ -136,20 +228,28 @@ def _classes(train: Split, test: Split, classes: int | None) -> int | None:
             limit = "the number of classes" if classes is None else str(classes)
             raise QuiverError(
                 f"{name}, client {client}: label {value} is out of range; labels are 0 … "
-                f"{limit} - 1."
+                f"{limit} - 1. Number the classes from 0."
             )
+    labels = torch.cat([train.y, test.y])
+    if bool((labels == labels[0]).all()):
+        warnings.warn(
+            f"all labels are {int(labels[0])}: with one class alone there is nothing to tell "
+            "apart, and an accuracy says nothing.",
+            QuiverWarning,
+            stacklevel=3,
+        )
     largest = max(int(s.y.max()) for s in (train, test) if len(s.y))
     return largest + 1 if classes is None else classes
 
 
-def federate(
+def make_federated(
     dataset: Dataset,
     partition: Partition,
     augment: str | Augment | None = None,
     mapped: bool = False,
 ) -> FederatedData:
-    """What each client holds: images stay bytes until they are used, numbers are normalised now,
-    ids are never touched.
+    """Give each client its examples of a partition. Images stay bytes until they are used, numbers
+    are normalised now, ids are never touched.
 
     `augment` is a name in AUGMENTATIONS or your own function, applied in training alone. `mapped`
     leaves the inputs where they are, which for a data set from the cache is on disk: a batch is
@@ -164,51 +264,51 @@ def federate(
     test_x = dataset.test_x
     if partition.held_out:
         test_x, test_y = dataset.train_x, train_y
-    split = _left if mapped else _split
+    split = _map_examples if mapped else _copy_examples
     data = FederatedData(
         split(dataset.train_x, train_y, partition.train),
         split(test_x, test_y, partition.test),
         None if learned else dataset.classes,
-        augment=_augmentation(dataset, augment),
+        augment=_make_augmentation(dataset, augment),
         names=partition.names,
     )
-    normalize = _normalizer(dataset)
+    normalize = _make_normalizer(dataset)
     if normalize is None:
         return data
-    if mapped or not dataset.is_one or dataset.train_x.dtype == np.uint8:
+    if mapped or not dataset.is_single_array or dataset.train_x.dtype == np.uint8:
         return replace(data, prepare=normalize)
     train, test = (replace(part, x=normalize(part.x)) for part in (data.train, data.test))
     return replace(data, train=train, test=test, normalize=normalize)
 
 
-def _normalizer(dataset: Dataset) -> Prepare | None:
-    """None where inputs are used as they are."""
+def _make_normalizer(dataset: Dataset) -> InputTransform | None:
+    """Make the input transform; None if inputs are used as they are."""
     parts = {}
-    for path, leaf in leaves(dataset.train_x):
+    for path, leaf in tree_leaves(dataset.train_x):
         mean = dataset.mean if not path else (dataset.mean or {}).get(path)
         if mean:
             parts[path] = Normalize(mean, dataset.std if not path else dataset.std[path])
         elif leaf.dtype == np.uint8:
             parts[path] = Normalize((0.0,) * leaf.shape[1], (1.0,) * leaf.shape[1])
-    return parts.get("") if dataset.is_one else NormalizeParts(parts) if parts else None
+    return parts.get("") if dataset.is_single_array else NormalizeParts(parts) if parts else None
 
 
-def _split(x: InputTree, y: InputTree, shares: Sequence[Integers]) -> Split:
+def _copy_examples(x: InputTree, y: InputTree, shares: Sequence[Integers]) -> ClientExamples:
     rows = np.concatenate(shares)
-    x, y = (mapped(lambda leaf: torch.from_numpy(leaf[rows]), part) for part in (x, y))
-    return Split(x, y, _offsets(shares))
+    x, y = (tree_map(lambda leaf: torch.from_numpy(leaf[rows]), part) for part in (x, y))
+    return ClientExamples(x, y, _client_offsets(shares))
 
 
-def _left(x: InputTree, y: InputTree, shares: Sequence[Integers]) -> Split:
-    """Inputs stay where they are."""
+def _map_examples(x: InputTree, y: InputTree, shares: Sequence[Integers]) -> ClientExamples:
+    """Leave the inputs on disk; a batch is read when it is used."""
     rows = np.concatenate(shares).astype(np.int64)
-    y = mapped(lambda leaf: torch.from_numpy(leaf[rows]), y)
-    files = [map_behind(leaf) for _, leaf in leaves(x)]
+    y = tree_map(lambda leaf: torch.from_numpy(leaf[rows]), y)
+    files = [find_memory_map(leaf) for _, leaf in tree_leaves(x)]
     behind = tuple(file for file in files if file is not None)
-    return Split(mapped(_as_it_lies, x), y, _offsets(shares), rows, behind)
+    return ClientExamples(tree_map(_as_mapped_tensor, x), y, _client_offsets(shares), rows, behind)
 
 
-def _as_it_lies(leaf: Inputs) -> Tensor:
+def _as_mapped_tensor(leaf: Inputs) -> Tensor:
     if not isinstance(leaf, np.ndarray):
         raise QuiverError(
             "data.mapped = true: the data set could not be written to the cache, from which it "
@@ -220,24 +320,20 @@ def _as_it_lies(leaf: Inputs) -> Tensor:
         return torch.from_numpy(leaf)
 
 
-def _offsets(shares: Sequence[Integers]) -> Integers:
+def _client_offsets(shares: Sequence[Integers]) -> Integers:
     return np.cumsum([0, *(len(share) for share in shares)]).astype(np.int64)
 
 
-def _augmentation(dataset: Dataset, augment: str | Augment | None) -> Augment | None:
+def _make_augmentation(dataset: Dataset, augment: str | Augment | None) -> Augment | None:
     if isinstance(augment, str):
-        if augment not in AUGMENTATIONS:
-            raise QuiverError(
-                f"unknown augmentation {augment!r}; {nearest(augment, AUGMENTATIONS)}"
-            )
-        augment = AUGMENTATIONS[augment]
+        augment = AUGMENTATIONS.find(augment)
     if augment is None:
         return None
     if isinstance(augment, CropFlip):
         if not dataset.is_image:
             raise QuiverError(
                 f"random crop and flip need images [channels, height, width]; {dataset.name} has "
-                f"inputs of shape {_shape(dataset)}: set data.augment = 'none'."
+                f"inputs of shape {_describe_shape(dataset)}: set data.augment = 'none'."
             )
         channels = dataset.train_x.shape[1]
         mean, std = dataset.mean or (0.0,) * channels, dataset.std or (1.0,) * channels
@@ -246,5 +342,52 @@ def _augmentation(dataset: Dataset, augment: str | Augment | None) -> Augment | 
     return augment
 
 
-def _shape(dataset: Dataset) -> Any:
-    return list(dataset.input_shape) if dataset.is_one else dataset.input_shape
+def _describe_shape(dataset: Dataset) -> Any:
+    return list(dataset.input_shape) if dataset.is_single_array else dataset.input_shape
+
+
+_SIZE_OPTIONS = ("samples_per_client", "test_per_client", "validation")
+
+
+def partition(
+    dataset: Dataset | str,
+    name: str = "dirichlet",
+    clients: int | None = None,
+    seed: int = 0,
+    *,
+    augment: str | Augment | None = None,
+    mapped: bool = False,
+    **options: Any,
+) -> FederatedData:
+    """Partition a data set (or one by its name) between clients: what `simulate` takes.
+
+    `name` is a scheme in data.partition.PARTITIONS and `options` are its own (alpha,
+    classes_per_client, min_samples) or samples_per_client, test_per_client and validation. 20
+    clients unless given; under "natural" every owner is one. `mapped` leaves the inputs on disk,
+    where they lie there, and reads a batch when it is used: for data larger than memory.
+    """
+    source = load_dataset(dataset) if isinstance(dataset, str) else dataset
+    if not isinstance(source, Dataset):
+        raise QuiverError(
+            f"dataset is a {type(source).__name__}: give what qv.load_dataset returns, or its "
+            "name; arrays of your own that are shared out already go into "
+            "qv.FederatedData.from_arrays."
+        )
+    if not isinstance(name, str):
+        raise QuiverError(f"partition {name!r}: give a name, such as 'dirichlet'.")
+    clients, seed, options = python_number(clients), python_number(seed), python_number(options)
+    number = 20 if clients is None and name != "natural" else clients
+    shares = ways.make_partition(source, name, number, seed, **options)
+    ways.check_partition(source, shares)
+    origin = {
+        "name": source.name,
+        "clients": shares.clients,
+        "partition": name,
+        **ways.partition_options(
+            name, {k: v for k, v in options.items() if k not in _SIZE_OPTIONS}
+        ),
+        **{key: options[key] for key in _SIZE_OPTIONS if options.get(key) is not None},
+        "augment": augment if isinstance(augment, str) else "none" if augment is None else "own",
+        "seed": seed,
+    }
+    return replace(make_federated(source, shares, augment, mapped), origin=origin)

@@ -1,4 +1,4 @@
-"""Who gets which examples: one of the ways in `partitioners` for training, and a test part like it.
+"""Partition examples between clients: training examples by one of `partitioners`, and a test part.
 
 A client's test part follows the class proportions its training part really has, drawn without
 repetition within a client. Test examples may be shared between clients; training examples never.
@@ -7,6 +7,7 @@ repetition within a client. Test examples may be shared between clients; trainin
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,18 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.data import partitioners
-from quiverfl.data.dataset import Dataset, Integers
-from quiverfl.errors import QuiverError, leave_out, nearest
+from quiverfl.data.dataset import Dataset
+from quiverfl.errors import QuiverError, QuiverWarning, say_leave_out, suggest
 from quiverfl.seeds import stream
+from quiverfl.support.references import Registry
+from quiverfl.types import Integers
 
-PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
+_PARTITIONS: dict[str, Callable[..., list[Integers]]] = {
     "dirichlet": partitioners.dirichlet,
     "dirichlet_by_class": partitioners.dirichlet_by_class,
     "pathological": partitioners.pathological,
     "iid": partitioners.iid,
     "natural": partitioners.natural,
 }
-GIVEN = ("dataset", "clients", "samples", "seed")
+PARTITIONS = Registry("partition", _PARTITIONS)
+COMMON_PARAMETERS = ("dataset", "clients", "samples", "seed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,54 +106,72 @@ def make_partition(
     if test_per_client is not None and test_per_client < 1:
         raise QuiverError(f"data.test_per_client = {test_per_client}: it must be at least 1.")
     if name == "natural" and dataset.test_owner is not None:
-        chosen = partitioners.owners(dataset, clients, seed)
-        test = partitioners.rows_by_owner(dataset.test_owner, chosen)
-        test = _some_of_each(dataset, test, test_per_client, seed)
+        chosen = partitioners.choose_owners(dataset, clients, seed)
+        test = partitioners.find_rows_by_owner(dataset.test_owner, chosen)
+        test = _limit_test_examples(dataset, test, test_per_client, seed)
     else:
-        test = _test_like_train(dataset, train, test_per_client, seed)
-    return replace(_partition(dataset, train, test, held_out=False), names=names)
+        test = _draw_test_like_train(dataset, train, test_per_client, seed)
+    return replace(_build_partition(dataset, train, test, held_out=False), names=names)
+
+
+def check_partition(dataset: Dataset, shares: Partition) -> None:
+    """Refuse a partition in which nobody can be tested; warn of one with a single class."""
+    if not shares.test_counts.sum():
+        raise QuiverError(
+            f"none of the {shares.clients} clients has test data, so no model can be judged: "
+            f"{dataset.name} has {len(dataset.test_y)} test examples for them. Raise "
+            "data.options.test_share or set data.validation; where owners have a single row each, "
+            "name another data.options.owner."
+        )
+    present = np.flatnonzero(shares.train_counts.sum(axis=0) + shares.test_counts.sum(axis=0))
+    if dataset.train_target is None and len(present) == 1:
+        warnings.warn(
+            f"{dataset.name}: all labels are {dataset.class_names[present[0]]!r}: with one class "
+            "alone there is nothing to tell apart, and an accuracy says nothing. Look at "
+            "data.options.label.",
+            QuiverWarning,
+            stacklevel=3,
+        )
 
 
 def _owner_names(dataset: Dataset, clients: int | None, seed: int) -> tuple[str, ...]:
-    """The names of the clients under `natural`; owners without names are called by their number."""
-    chosen = partitioners.owners(dataset, clients, seed).tolist()
+    """Names of the clients under `natural`; owners without names get their numbers."""
+    chosen = partitioners.choose_owners(dataset, clients, seed).tolist()
     return tuple(dataset.owner_names[i] if dataset.owner_names else str(i) for i in chosen)
 
 
 def partition_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a partition with their defaults filled in; an unknown one is refused."""
-    if name not in PARTITIONS:
-        raise QuiverError(f"unknown partition {name!r}; {nearest(name, PARTITIONS)}")
-    parameters = inspect.signature(PARTITIONS[name]).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.name not in GIVEN}
+    parameters = inspect.signature(PARTITIONS.find(name)).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.name not in COMMON_PARAMETERS}
     for option in options:
         if option not in defaults:
-            known = nearest(option, defaults) if defaults else "it has no options."
+            known = suggest(option, defaults) if defaults else "it has no options."
             raise QuiverError(
                 f"partition {name!r} has no option {option!r}; {known} "
-                f"{leave_out(f'data.{option}')}"
+                f"{say_leave_out(f'data.{option}')}"
             )
     return defaults | dict(options)
 
 
-def _partition(
+def _build_partition(
     dataset: Dataset, train: Sequence[Integers], test: Sequence[Integers], held_out: bool
 ) -> Partition:
     test_labels = dataset.train_y if held_out else dataset.test_y
     return Partition(
         train=tuple(train),
         test=tuple(test),
-        train_counts=_counts(dataset.train_y, train, dataset.classes),
-        test_counts=_counts(test_labels, test, dataset.classes),
+        train_counts=_count_classes(dataset.train_y, train, dataset.classes),
+        test_counts=_count_classes(test_labels, test, dataset.classes),
         held_out=held_out,
     )
 
 
-def _counts(labels: Integers, shares: Sequence[Integers], classes: int) -> Integers:
+def _count_classes(labels: Integers, shares: Sequence[Integers], classes: int) -> Integers:
     return np.stack([np.bincount(labels[rows], minlength=classes) for rows in shares])
 
 
-def _test_like_train(
+def _draw_test_like_train(
     dataset: Dataset, train: Sequence[Integers], wanted: int | None, seed: int
 ) -> list[Integers]:
     if wanted is None:
@@ -160,7 +182,7 @@ def _test_like_train(
     for client, rows in enumerate(train):
         generator = stream(seed, "partition-test", client)
         have = np.bincount(dataset.train_y[rows], minlength=dataset.classes)
-        counts = in_proportion(have, available, wanted, generator)
+        counts = proportional_counts(have, available, wanted, generator)
         picked = [
             generator.choice(by_class[label], counts[label], replace=False)
             for label in np.flatnonzero(counts)
@@ -169,22 +191,26 @@ def _test_like_train(
     return test
 
 
-def _some_of_each(
+def _limit_test_examples(
     dataset: Dataset, test: Sequence[Integers], wanted: int | None, seed: int
 ) -> list[Integers]:
-    """At most this many of every owner's test examples, in the proportions of all of theirs."""
+    """Limit every owner's test examples to this number, in their class proportions."""
     some = list(test)
     for client, rows in enumerate(test):
         if wanted is not None and len(rows) > wanted:
             generator = stream(seed, "partition-test", client)
-            some[client] = rows[_drawn(dataset.test_y[rows], dataset.classes, wanted, generator)]
+            some[client] = rows[
+                _draw_in_proportion(dataset.test_y[rows], dataset.classes, wanted, generator)
+            ]
     return some
 
 
-def _drawn(labels: Integers, classes: int, wanted: int, generator: np.random.Generator) -> Integers:
-    """Positions of `wanted` of these labels, in their proportions."""
+def _draw_in_proportion(
+    labels: Integers, classes: int, wanted: int, generator: np.random.Generator
+) -> Integers:
+    """Draw positions of `wanted` labels in class proportions."""
     have = np.bincount(labels, minlength=classes)
-    counts = in_proportion(have, have, wanted, generator)
+    counts = proportional_counts(have, have, wanted, generator)
     picked = [
         generator.choice(np.flatnonzero(labels == label), counts[label], replace=False)
         for label in np.flatnonzero(counts)
@@ -208,19 +234,19 @@ def _hold_out(
         generator = stream(seed, "partition-validation", client)
         labels = dataset.train_y[rows]
         wanted = min(max(1, round(validation * len(rows))), len(rows) - 1)
-        aside = _drawn(labels, dataset.classes, wanted, generator)
+        aside = _draw_in_proportion(labels, dataset.classes, wanted, generator)
         held.append(rows[aside])
         kept.append(np.delete(rows, aside))
-    return _partition(dataset, kept, held, held_out=True)
+    return _build_partition(dataset, kept, held, held_out=True)
 
 
-def in_proportion(
+def proportional_counts(
     have: Integers, available: Integers, wanted: int, generator: np.random.Generator
 ) -> Integers:
     """Counts per class in the proportions of `have`, `wanted` in all, at most what is available.
 
-    Largest remainders, ties by lot. A class without any example to draw is left out; where one has
-    too few, the whole is made smaller rather than the proportions wrong.
+    Largest remainders, ties drawn at random. A class without examples is left out. If a class has
+    too few examples, the total shrinks rather than the proportions change.
     """
     have = np.where(available > 0, have, 0)
     total = int(have.sum())

@@ -1,4 +1,4 @@
-"""Ways of sharing training examples out between clients (docs/methods.md).
+"""Ways of sharing training examples out between clients (docs/reference/methods.md).
 
 Each is a function (dataset, clients, samples, seed, **options) → one array of example numbers per
 client. No example goes to two clients. `samples` is how many a client gets (None: all there are,
@@ -8,27 +8,26 @@ shared equally); where sizes are unequal by nature it is their mean, or for `nat
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from quiverfl.data.dataset import Dataset, Integers
+from quiverfl.data.dataset import Dataset
 from quiverfl.errors import QuiverError
 from quiverfl.seeds import stream
+from quiverfl.types import Floats, Integers
 
-Floats = npt.NDArray[np.float64]
-Shares = list[Integers]
+ClientRows = list[Integers]
 
 
-def iid(dataset: Dataset, clients: int | None, samples: int | None, seed: int) -> Shares:
+def iid(dataset: Dataset, clients: int | None, samples: int | None, seed: int) -> ClientRows:
     """Equal parts of all examples, shuffled."""
-    clients = _stated(clients, "iid")
-    size = equal_size(dataset, clients, samples)
+    clients = _require_clients(clients, "iid")
+    size = examples_per_client(dataset, clients, samples)
     order = stream(seed, "partition-iid").permutation(len(dataset.train_y))
     return [np.sort(order[i * size : (i + 1) * size]) for i in range(clients)]
 
 
 def dirichlet(
     dataset: Dataset, clients: int | None, samples: int | None, seed: int, alpha: float = 0.3
-) -> Shares:
+) -> ClientRows:
     """The paper's: equally many for every client, classes by a prior of its own from Dir(alpha).
 
     All clients ask at once for as many of each class as their prior says. Where a class runs
@@ -36,20 +35,20 @@ def dirichlet(
     classes that are left. Every further turn has lost a class, so there are at most as many turns
     as classes.
     """
-    clients = _stated(clients, "dirichlet")
+    clients = _require_clients(clients, "dirichlet")
     _check_alpha(alpha)
-    size = equal_size(dataset, clients, samples)
-    left = class_sizes(dataset)
+    size = examples_per_client(dataset, clients, samples)
+    left = count_classes(dataset)
     generator = stream(seed, "partition-dirichlet")
     priors = generator.dirichlet(np.full(dataset.classes, alpha), clients)
     counts = np.zeros((clients, dataset.classes), dtype=np.int64)
     while (missing := size - counts.sum(axis=1)).any():
-        wishes = generator.multinomial(missing, _among(priors, left))
+        wishes = generator.multinomial(missing, _draw_class(priors, left))
         for label in np.flatnonzero(wishes.sum(axis=0) > left):
             wishes[:, label] = generator.multivariate_hypergeometric(wishes[:, label], left[label])
         counts += wishes
         left -= wishes.sum(axis=0)
-    return deal(dataset, counts, seed)
+    return deal_examples(dataset, counts, seed)
 
 
 def dirichlet_by_class(
@@ -59,24 +58,24 @@ def dirichlet_by_class(
     seed: int,
     alpha: float = 0.3,
     min_samples: int = 10,
-) -> Shares:
+) -> ClientRows:
     """Most libraries': each class is shared out by Dir(alpha) over the clients; unequal sizes.
 
     A client that gets fewer than `min_samples` is filled up from the largest one, instead of
     drawing everything again until everyone has enough.
     """
-    clients = _stated(clients, "dirichlet_by_class")
+    clients = _require_clients(clients, "dirichlet_by_class")
     _check_alpha(alpha)
     if min_samples < 1:
         raise QuiverError(f"data.min_samples = {min_samples}: every client needs at least 1.")
-    size = equal_size(dataset, clients, samples)
+    size = examples_per_client(dataset, clients, samples)
     if size < min_samples:
         raise QuiverError(
             f"data.min_samples = {min_samples}, but {clients} clients have {size} training "
             "examples each on average: lower it, or take fewer clients."
         )
     generator = stream(seed, "partition-dirichlet-by-class")
-    pool = class_sizes(dataset)
+    pool = count_classes(dataset)
     if samples is not None:
         pool = generator.multivariate_hypergeometric(pool, clients * size)
     counts = np.empty((clients, dataset.classes), dtype=np.int64)
@@ -85,7 +84,7 @@ def dirichlet_by_class(
         cuts = np.round(np.cumsum(shares)[:-1] * available).astype(np.int64)
         counts[:, label] = np.diff(cuts, prepend=0, append=available)
     _fill_up(counts, min_samples, generator)
-    return deal(dataset, counts, seed)
+    return deal_examples(dataset, counts, seed)
 
 
 def pathological(
@@ -94,19 +93,19 @@ def pathological(
     samples: int | None,
     seed: int,
     classes_per_client: int = 2,
-) -> Shares:
+) -> ClientRows:
     """Every client has the same number of classes, equally many of each, and the same size."""
-    clients = _stated(clients, "pathological")
+    clients = _require_clients(clients, "pathological")
     chosen = classes_per_client
     if not 1 <= chosen <= dataset.classes:
         raise QuiverError(
             f"data.classes_per_client = {chosen}: {dataset.name} has {dataset.classes} classes, "
             f"so a client can have 1 … {dataset.classes} of them."
         )
-    equal_size(dataset, clients, samples)
+    examples_per_client(dataset, clients, samples)
     generator = stream(seed, "partition-pathological")
-    available = class_sizes(dataset)
-    takers = _takers(available, clients, chosen)
+    available = count_classes(dataset)
+    takers = _count_takers(available, clients, chosen)
     holds = _choose_classes(takers, clients, chosen, generator)
     portion = int((available[takers > 0] // takers[takers > 0]).min())
     if portion < 1:
@@ -126,24 +125,25 @@ def pathological(
     # What does not divide evenly goes to some of a client's classes, one each.
     order = np.argsort(np.where(holds, generator.random(holds.shape), 2.0), axis=1)
     np.put_along_axis(counts, order[:, : samples % chosen], samples // chosen + 1, axis=1)
-    return deal(dataset, counts, seed)
+    return deal_examples(dataset, counts, seed)
 
 
-def natural(dataset: Dataset, clients: int | None, samples: int | None, seed: int) -> Shares:
+def natural(dataset: Dataset, clients: int | None, samples: int | None, seed: int) -> ClientRows:
     """Whoever owns the examples in the data is a client; fewer clients are drawn among them."""
     if dataset.train_owner is None:
         raise QuiverError(
             f"partition 'natural' needs data that says whose each example is, and {dataset.name} "
-            "does not: use a table with data.options.owner = COLUMN, or another partition."
+            "does not: set data.options.owner to the column of a table that says it, or take "
+            "another partition."
         )
-    chosen = owners(dataset, clients, seed)
-    held = rows_by_owner(dataset.train_owner, chosen)
+    chosen = choose_owners(dataset, clients, seed)
+    held = find_rows_by_owner(dataset.train_owner, chosen)
     if samples is None:
         return held
-    return [_some(rows, samples, seed, int(i)) for i, rows in zip(chosen, held, strict=True)]
+    return [_limit_rows(rows, samples, seed, int(i)) for i, rows in zip(chosen, held, strict=True)]
 
 
-def owners(dataset: Dataset, clients: int | None, seed: int) -> Integers:
+def choose_owners(dataset: Dataset, clients: int | None, seed: int) -> Integers:
     """Which owners of the data become clients in the `natural` partition."""
     assert dataset.train_owner is not None
     everyone = np.unique(dataset.train_owner)
@@ -157,7 +157,7 @@ def owners(dataset: Dataset, clients: int | None, seed: int) -> Integers:
     return np.sort(stream(seed, "partition-natural").choice(everyone, clients, replace=False))
 
 
-def rows_by_owner(owner: Integers, chosen: Integers) -> Shares:
+def find_rows_by_owner(owner: Integers, chosen: Integers) -> ClientRows:
     """The positions of each chosen owner's examples."""
     order = np.argsort(owner, kind="stable")
     starts = np.searchsorted(owner[order], chosen, side="left")
@@ -165,7 +165,7 @@ def rows_by_owner(owner: Integers, chosen: Integers) -> Shares:
     return [order[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-def equal_size(dataset: Dataset, clients: int, samples: int | None) -> int:
+def examples_per_client(dataset: Dataset, clients: int, samples: int | None) -> int:
     """How many examples each client gets when all get the same."""
     total = len(dataset.train_y)
     if clients < 1:
@@ -186,11 +186,11 @@ def equal_size(dataset: Dataset, clients: int, samples: int | None) -> int:
     return samples
 
 
-def class_sizes(dataset: Dataset) -> Integers:
+def count_classes(dataset: Dataset) -> Integers:
     return np.bincount(dataset.train_y, minlength=dataset.classes)
 
 
-def deal(dataset: Dataset, counts: Integers, seed: int) -> Shares:
+def deal_examples(dataset: Dataset, counts: Integers, seed: int) -> ClientRows:
     """Which examples: counts[i, k] of class k to client i, in an order drawn for each class."""
     given: list[list[Integers]] = [[] for _ in counts]
     for label in range(dataset.classes):
@@ -202,7 +202,7 @@ def deal(dataset: Dataset, counts: Integers, seed: int) -> Shares:
     return [np.sort(np.concatenate(parts)) for parts in given]
 
 
-def _among(priors: Floats, left: Integers) -> Floats:
+def _draw_class(priors: Floats, left: Integers) -> Floats:
     """Priors over the classes that are left; what is left decides where a prior gives nothing."""
     open_ = np.where(left > 0, priors, 0.0)
     sums = open_.sum(axis=1, keepdims=True)
@@ -225,7 +225,7 @@ def _fill_up(counts: Integers, least: int, generator: np.random.Generator) -> No
             sizes[client] += amount
 
 
-def _takers(available: Integers, clients: int, chosen: int) -> Integers:
+def _count_takers(available: Integers, clients: int, chosen: int) -> Integers:
     """How many clients hold each class: in proportion to its size, at most all of them.
 
     Handed out one at a time to the class that then has most examples per holder, which makes the
@@ -255,14 +255,14 @@ def _choose_classes(
     return generator.permutation(holds)
 
 
-def _some(rows: Integers, most: int, seed: int, owner: int) -> Integers:
+def _limit_rows(rows: Integers, most: int, seed: int, owner: int) -> Integers:
     if most < 1:
         raise QuiverError(f"data.samples_per_client = {most}: it must be at least 1.")
     order = stream(seed, "partition-natural-samples", owner).permutation(rows)
     return np.sort(order[:most])
 
 
-def _stated(clients: int | None, name: str) -> int:
+def _require_clients(clients: int | None, name: str) -> int:
     if clients is None:
         raise QuiverError(f"partition {name!r} needs data.clients: say how many clients there are.")
     return clients

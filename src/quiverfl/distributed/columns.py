@@ -1,9 +1,10 @@
-"""mixed = P · messages where the rows are on several ranks: columns change hands twice.
+"""mixed = P · messages where the rows are on several ranks: columns move twice.
 
-Every rank has the rows of its own clients. A block of columns is dealt so that each rank has *all*
-rows of some of them, multiplies these as one process would, on the same chunks and so with the
-same sums in the same order, and deals them back. While a block is multiplied the next one is on its
-way and the one before returns. Each rank sends 2 (R - 1) / R² of all messages, whatever the graph.
+Every rank has the rows of its own clients. A block of columns is distributed so that each rank has
+*all* rows of some of them. It multiplies these as one process would, on the same chunks and so with
+the same sums in the same order, and sends them back. While a block is multiplied, the next one is
+on its way and the one before returns. Each rank sends 2 (R - 1) / R² of all messages, whatever the
+graph is.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quiverfl.distributed.placement import Placement
-from quiverfl.distributed.ranks import Dealing, Ranks
-from quiverfl.engine.mixing import NARROWEST, chunk_width, mix
+from quiverfl.distributed.ranks import Placement, Ranks, Transfer
+from quiverfl.engine.exchange.matrix import NARROWEST, chunk_width, mix
 from quiverfl.topologies.graph import Graph
 
 BLOCK_BYTES = 16 << 20
-"""Of one rank's columns of all clients: three blocks are in memory at a time, sent and received."""
+"""Bytes of a rank's columns of a block. Three blocks are in memory at a time, sent and received."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Columns:
     placement: Placement
 
     def mix(self, graph: Graph, leaf: Tensor, multiple: int = NARROWEST) -> Tensor:
-        """What `mixing.mix` computes, of the messages of this rank's clients, in their memory.
+        """What `matrix.mix` computes, for the messages of this rank's clients, in their memory.
 
         Where all rows of the graph are equal the leaf has the messages of this rank's senders.
         """
@@ -54,7 +54,7 @@ class Columns:
         width = chunk_width(graph.clients, leaf.element_size(), multiple)
         counts = self.placement.counts
         blocks = cut(flat.shape[1], width, sum(counts) * leaf.element_size(), self.ranks.size)
-        returning: tuple[Block, Dealing, Tensor] | None = None
+        returning: tuple[Block, Transfer, Tensor] | None = None
         for block, whole, sent in self._dealt(flat, counts, blocks):
             mixed = mix(graph, whole, multiple) if whole.numel() else whole
             back = self._return(block, mixed, sent, len(leaf))
@@ -66,27 +66,23 @@ class Columns:
         return leaf
 
     def dealt(self, flat: Tensor, width: int) -> Iterator[tuple[Block, Tensor]]:
-        """Blocks of columns, cut at multiples of a width: all rows of those that are for here."""
+        """Blocks of columns, cut at multiples of a width, with all rows of this rank's columns."""
         counts = self.placement.counts
         blocks = cut(flat.shape[1], width, sum(counts) * flat.element_size(), self.ranks.size)
         for block, whole, _ in self._dealt(flat, counts, blocks):
             yield block, whole
 
-    def rows(self, own: Tensor) -> Tensor:
-        """Everybody's rows, in the order of clients."""
-        return self.ranks.rows(own, self.placement.counts)
-
-    def summed(
+    def sum_columns(
         self, flat: Tensor, width: int, work: Callable[[Tensor], Tensor], total: Tensor
     ) -> Tensor:
-        """`total` + Σ work(all rows of `width` columns): each rank takes some of the columns, and
-        what all found is added up in their order."""
+        """`total` + Σ work(all rows of `width` columns). Each rank computes some columns, and the
+        results are added in the order of columns."""
         for block, whole in self.dealt(flat, width):
             cuts = block.cuts
             parts = total.new_zeros(-(-(cuts[-1] - cuts[0]) // width), *total.shape)
             first = (cuts[self.ranks.rank] - cuts[0]) // width
-            for place, some in enumerate(torch.split(whole, width, 1) if whole.numel() else ()):
-                parts[first + place] = work(some)
+            for number, chunk in enumerate(torch.split(whole, width, 1) if whole.numel() else ()):
+                parts[first + number] = work(chunk)
             for part in self.ranks.total(parts):
                 total = total + part
         return total
@@ -96,7 +92,7 @@ class Columns:
         return self.placement.counts[self.ranks.rank]
 
     def _common_row(self, graph: Graph, flat: Tensor) -> Tensor:
-        """The one sum that everybody receives: each rank has a part of its columns computed."""
+        """The one sum that all clients receive. Each rank computes some of its columns."""
         counts = self.placement.counted(graph.senders)
         row = flat.new_empty(flat.shape[1])
         blocks = cut(flat.shape[1], NARROWEST, sum(counts) * flat.element_size(), self.ranks.size)
@@ -105,23 +101,23 @@ class Columns:
             begin, end = block.cuts[0], block.cuts[-1]
             sent = [len(part)] * self.ranks.size
             copies = part.repeat(self.ranks.size)
-            self.ranks.deal(row[begin:end], copies, block.widths, sent).wait()
+            self.ranks.all_to_all(row[begin:end], copies, block.widths, sent).wait()
         return row
 
     def _dealt(
         self, flat: Tensor, counts: Sequence[int], blocks: Sequence[Block]
     ) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """(block, all rows of its columns that are for here, what was sent), one block ahead."""
+        """(block, all rows of this rank's columns of it, what was sent), one block ahead."""
         coming = self._send(flat, counts, blocks[0]) if blocks else None
-        for place, block in enumerate(blocks):
+        for number, block in enumerate(blocks):
             assert coming is not None
-            dealing, whole = coming
-            following = place + 1 < len(blocks)
-            coming = self._send(flat, counts, blocks[place + 1]) if following else None
-            dealing.wait()
-            yield block, whole, dealing.own
+            transfer, whole = coming
+            following = number + 1 < len(blocks)
+            coming = self._send(flat, counts, blocks[number + 1]) if following else None
+            transfer.wait()
+            yield block, whole, transfer.own
 
-    def _send(self, flat: Tensor, counts: Sequence[int], block: Block) -> tuple[Dealing, Tensor]:
+    def _send(self, flat: Tensor, counts: Sequence[int], block: Block) -> tuple[Transfer, Tensor]:
         widths = block.widths
         mine = widths[self.ranks.rank]
         sent = [len(flat) * width for width in widths]
@@ -130,16 +126,16 @@ class Columns:
             into.view(part.shape).copy_(part)
         whole = flat.new_empty(sum(counts), mine)
         received = [count * mine for count in counts]
-        return self.ranks.deal(whole.view(-1), own, received, sent), whole
+        return self.ranks.all_to_all(whole.view(-1), own, received, sent), whole
 
-    def _return(self, block: Block, mixed: Tensor, into: Tensor, rows: int) -> Dealing:
-        """What comes back is as large as what was sent, and takes its place."""
+    def _return(self, block: Block, mixed: Tensor, into: Tensor, rows: int) -> Transfer:
+        """Send columns back. What returns is as large as what was sent, and takes its memory."""
         mine = block.widths[self.ranks.rank]
         received = [rows * width for width in block.widths]
         sent = [count * mine for count in self.placement.counts]
-        return self.ranks.deal(into, mixed.view(-1), received, sent)
+        return self.ranks.all_to_all(into, mixed.view(-1), received, sent)
 
-    def _unpack(self, flat: Tensor, block: Block, back: Dealing, into: Tensor) -> None:
+    def _unpack(self, flat: Tensor, block: Block, back: Transfer, into: Tensor) -> None:
         back.wait()
         sizes = [len(flat) * width for width in block.widths]
         for part, values in zip(self._parts(flat, block), torch.split(into, sizes), strict=True):
@@ -151,7 +147,7 @@ class Columns:
 
 
 def cut(columns: int, width: int, column_bytes: int, ranks: int) -> list[Block]:
-    """Blocks that share the chunks of `width` columns out evenly; chunks stay whole."""
+    """Blocks that divide the chunks of `width` columns evenly between ranks; no chunk is split."""
     chunks = -(-columns // width)
     each = max(1, BLOCK_BYTES // max(1, width * column_bytes))
     most = -(-chunks // max(1, -(-chunks // (each * ranks))))  # equal blocks, no small last one

@@ -1,24 +1,31 @@
-"""Metrics of stacked models on the test splits of their clients."""
+"""What is recorded of a round: metrics on the clients' test splits, and the states' own numbers."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quiverfl.engine.context import ClientGroup
-from quiverfl.engine.examples import Examples
-from quiverfl.engine.programs import Executor, Program, flat
-from quiverfl.engine.workers import stop_if_halted
+from quiverfl.data.batches import ADAPT
+from quiverfl.engine.collective import compute_groups
+from quiverfl.engine.gradient_norms import gradient_norms
+from quiverfl.engine.local.context import ClientGroup, PhaseContext, PhaseIndex
+from quiverfl.engine.local.examples import Examples
+from quiverfl.engine.local.programs import flatten_clients
+from quiverfl.engine.local.workers import WORKER, Halted
+from quiverfl.errors import Diverged
 from quiverfl.objectives import AnyMetric, Metric, PerSample
-from quiverfl.task import Point, Task
-from quiverfl.trees import Tree, mapped
+from quiverfl.task import Params
+from quiverfl.transforms.privacy import spent_epsilon
+from quiverfl.trees import Tree, tree_map
+from quiverfl.types import Floats, Integers, Metrics
 
-Metrics = dict[str, npt.NDArray[np.float64]]
-Integers = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    from quiverfl.engine.shard import Shard
 
 SLAB = 512
 """Samples per client that pass through the model at once, at most."""
@@ -26,17 +33,60 @@ TOGETHER = 12_800
 """Samples of all clients together that do: their activations must find room."""
 
 
-def metrics_of(
-    task: Task,
-    program: Program,
-    executor: Executor,
-    examples: Examples,
-    point: Point,
-    group: ClientGroup,
+def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
+    """Metrics of every client on its own test split.
+
+    Stage `local` of a client whose kept model was evaluated before is not computed again.
+    """
+    clients, gather = len(shard.ids), shard.world.gather
+    known = shard.local.metrics if stage == "local" else {}
+    own: Metrics = {}
+
+    def evaluate_group(group: ClientGroup) -> None:
+        params = find_models(shard, group, stage)
+        metrics = compute_metrics(shard.context, shard.test, params, group)
+        _check_losses(metrics["loss"], shard.test.sizes[group.rows], group.ids, round)
+        _join(own, metrics, group.rows, clients)
+
+    fresh = torch.tensor([row not in known for row in range(clients)], dtype=torch.bool)
+    chosen = np.flatnonzero(gather(fresh).numpy())
+    width = shard.context.executor.evaluated
+    compute_groups(shard.world, evaluate_group, chosen, width, shard.workers)
+    for row, numbers in known.items():
+        values = {name: np.array([number]) for name, number in numbers.items()}
+        _join(own, values, np.array([row]), clients)
+    if stage == "local":
+        shard.local.record_metrics(own)
+    return {name: gather(torch.from_numpy(values)).numpy() for name, values in own.items()}
+
+
+def find_models(shard: Shard, group: ClientGroup, stage: str) -> Params:
+    """The models of a group at a stage, fine-tuned where the method evaluates them so."""
+    if stage == "local":
+        params = shard.local.replace(group.rows, shard.personal)
+    else:
+        params = shard.personal(group.rows)
+    device = shard.context.device
+    params = Params(*(part.to(device, non_blocking=True) for part in params))
+    if shard.adaptation is None:
+        return params
+    adapted, *_ = shard.trainer.train(shard.adaptation, params, group, PhaseIndex(0, ADAPT))
+    return Params(*adapted)
+
+
+def _check_losses(losses: Floats, sizes: Integers, clients: Integers, round: int) -> None:
+    """End a run in which a model's loss is not finite."""
+    bad = np.flatnonzero(~np.isfinite(losses) & (sizes > 0))
+    if len(bad):
+        raise Diverged(round, int(clients[bad[0]]), "the test loss")
+
+
+def compute_metrics(
+    context: PhaseContext, examples: Examples, params: Params, group: ClientGroup
 ) -> Metrics:
     """Metrics and loss over each client's own samples; NaN for a client without any."""
-    rows = group.rows
-    sizes = examples.sizes[rows]
+    task, program, executor, rows = context.task, context.program(), context.executor, group.rows
+    sizes, halt = examples.sizes[rows], WORKER.halt
     everyone = sizes if group.company is None else group.company.test
     tallies = {
         name: _tally(metric, len(rows))
@@ -44,14 +94,18 @@ def metrics_of(
     }
     slab = min(SLAB, max(1, TOGETHER // max(1, len(everyone))))
     for begin in range(0, int(sizes.max(initial=0)), slab):
-        stop_if_halted()
+        if halt is not None and halt.is_set():
+            raise Halted
         here = np.flatnonzero(sizes > begin)
         width = int(min(everyone.max() - begin, slab))
         samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
         inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
         x, y = examples.gather(rows[here], samples)
-        some = point if len(here) == len(rows) else Point(*(part[here] for part in point))
-        outputs, targets = flat(executor.see(program, some, x).outputs), flat(y)
+        some = params if len(here) == len(rows) else Params(*(part[here] for part in params))
+        outputs, targets = (
+            flatten_clients(executor.see(program, some, x).outputs),
+            flatten_clients(y),
+        )
         for tally in tallies.values():
             tally.add(outputs, targets, here, inside)
     with np.errstate(invalid="ignore"):
@@ -64,7 +118,7 @@ class _Tally(Protocol):
     def add(self, outputs: Tree, targets: Tree, here: Integers, inside: Tensor) -> None:
         """Samples [k · n, …] of the clients `here`; `inside` [k, n] is 0 for padding."""
 
-    def values(self, sizes: Integers) -> npt.NDArray[np.float64]: ...
+    def values(self, sizes: Integers) -> Floats: ...
 
 
 def _tally(metric: AnyMetric, clients: int) -> _Tally:
@@ -82,8 +136,8 @@ class _Mean:
         values = self._metric(outputs, targets).view(inside.shape).double().cpu()
         self._sums[here] += torch.linalg.vecdot(values, inside)
 
-    def values(self, sizes: Integers) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = self._sums.numpy() / np.where(sizes, sizes, np.nan)
+    def values(self, sizes: Integers) -> Floats:
+        found: Floats = self._sums.numpy() / np.where(sizes, sizes, np.nan)
         return found
 
 
@@ -99,7 +153,7 @@ class _Sums:
             self._sums = sums.new_zeros(self._clients, sums.shape[1])
         self._sums[here] += sums
 
-    def values(self, sizes: Integers) -> npt.NDArray[np.float64]:
+    def values(self, sizes: Integers) -> Floats:
         assert self._metric.value is not None
         if self._sums is None:
             return np.full(self._clients, np.nan)
@@ -120,27 +174,93 @@ class _All:
             rows = slice(place * width, place * width + int(inside[place].sum()))
             self._seen[client].append((_cut(outputs, rows), _cut(targets, rows)))
 
-    def values(self, sizes: Integers) -> npt.NDArray[np.float64]:
+    def values(self, sizes: Integers) -> Floats:
         return np.array([self._value(seen) for seen in self._seen], dtype=np.float64)
 
     def _value(self, seen: list[tuple[Tree, Tree]]) -> float:
         if not seen:
             return float("nan")
         outputs, targets = (
-            mapped(lambda *slabs: torch.cat(slabs), *trees) for trees in zip(*seen, strict=True)
+            tree_map(lambda *slabs: torch.cat(slabs), *trees) for trees in zip(*seen, strict=True)
         )
         return float(self._metric.of(outputs, targets))
 
 
 def _cut(tree: Tree, rows: slice) -> Tree:
-    return mapped(lambda leaf: leaf[rows].cpu(), tree)
+    return tree_map(lambda leaf: leaf[rows].cpu(), tree)
 
 
-def join(found: Metrics, part: Metrics, rows: Integers, clients: int) -> None:
+def _join(joined: Metrics, part: Metrics, rows: Integers, clients: int) -> None:
     """Write the metrics of some rows into the metrics of all."""
     for name, values in part.items():
-        found.setdefault(name, np.full(clients, np.nan))[rows] = values
+        joined.setdefault(name, np.full(clients, np.nan))[rows] = values
 
 
-def select(metrics_of_row: dict[str, float]) -> Metrics:
-    return {name: np.array([value]) for name, value in metrics_of_row.items()}
+class LocalModels:
+    """The last locally trained models of clients that do not train now: what stage `local` shows.
+
+    By row, with their metrics, so that a model which did not change is evaluated once.
+    """
+
+    def __init__(self) -> None:
+        self.points: dict[int, Params] = {}
+        self.metrics: dict[int, dict[str, float]] = {}
+
+    def keep(self, rows: Integers, stacked: Params) -> None:
+        for place, row in enumerate(rows):
+            self.points[int(row)] = Params(*(part[place].clone() for part in stacked))
+
+    def forget(self, rows: Integers) -> None:
+        for row in rows:
+            self.points.pop(int(row), None)
+            self.metrics.pop(int(row), None)
+
+    def replace(self, rows: Integers, current: Callable[[Integers], Params]) -> Params:
+        """The models of these rows: remembered ones, and for the others what they are now."""
+        remembered = [int(row) in self.points for row in rows]
+        if not any(remembered):
+            return current(rows)
+        points = [
+            self.points[int(row)] if kept else Params(*(part[0] for part in current(row[None])))
+            for row, kept in zip(rows, remembered, strict=True)
+        ]
+        return Params(*(torch.stack(parts) for parts in zip(*points, strict=True)))
+
+    def record_metrics(self, metrics: Metrics) -> None:
+        for row in self.points:
+            self.metrics[row] = {name: float(values[row]) for name, values in metrics.items()}
+
+
+def state_record(shard: Shard, evaluated: bool, gradients: bool) -> dict[str, Any]:
+    """Steps and the range of μ; in evaluated rounds also how far the clients are apart."""
+    world, method = shard.world, shard.method
+    mass = None if method.mass is None else world.gather(getattr(shard.state, method.mass))
+    record: dict[str, Any] = {
+        "steps": world.gather(torch.from_numpy(shard.steps)).tolist(),
+        "mu_min": None if mass is None else float(mass.min()),
+        "mu_max": None if mass is None else float(mass.max()),
+        "consensus": None,
+        "gradient_shared": None,
+        "gradient_personal": None,
+    }
+    if shard.context.private is not None:
+        visits = world.gather(torch.from_numpy(shard.visits)).numpy()
+        record["epsilon"] = spent_epsilon(visits, shard.context.private).tolist()
+    if evaluated:
+        shared = None if shard.shared is None else getattr(shard.state, shard.shared)
+        if shared is not None:
+            # Columns are taken in chunks so that z is never stored whole.
+            width = max(1, 4_000_000 // max(1, len(world.everybody) * shared.element_size()))
+            distance = partial(squared_distance, mass=mass)
+            nothing = torch.zeros((), dtype=torch.float64)
+            record["consensus"] = float(world.sum_columns(shared, width, distance, nothing))
+        if gradients:
+            record.update(gradient_norms(shard, mass))
+    return record
+
+
+def squared_distance(shared: Tensor, mass: Tensor | None) -> Tensor:
+    """(1/m) Σ_i ‖z_i - z̄‖² of some columns; twenty times as fast as `torch.var`."""
+    z = shared if mass is None else shared / mass.to(shared.dtype).unsqueeze(1)
+    apart = z - z.mean(dim=0)
+    return apart.square_().sum(dim=0).sum(dtype=torch.float64) / len(z)

@@ -1,23 +1,21 @@
-"""The round loop. Read this first.
+"""The round loop. Read this first, then engine/local/step.py.
 
-A client's round: train locally → emit one message → receive one mixed message → merge.
+A client's round: train locally → push one message → receive one mixed message → merge.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from quiverfl.engine.accounting import Clock
-from quiverfl.engine.exchange import Exchange
-from quiverfl.engine.fit import fitting
-from quiverfl.engine.history import Record, Recorder
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.history import Clock, Record, Recorder
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.topology import Topology
+from quiverfl.topologies.topology import Topology, find_offline
 
 
-def play(
+def run_rounds(
     shard: Shard,
     exchange: Exchange,
     topology: Topology,
@@ -29,37 +27,39 @@ def play(
     """Rounds `start` to the last. `after_round(t)` is called when round t is complete."""
     if start >= settings.rounds:
         return
-    graph = fitting(shard.method, topology(start, shard.view))
+    graph = topology(start, shard.view)
     if start == 0:
-        shard.remember(~graph.active)
+        shard.keep_local_models(~graph.active)
     for t in range(start, settings.rounds):
         clock = Clock()
         shard.train(t, graph.active)
-        told = shard.hear(t, graph)
+        reports = shard.exchange_reports(t, graph)
         last = t == settings.rounds - 1
-        following = graph if last else fitting(shard.method, topology(t + 1, shard.view))
+        evaluated = last or (t + 1) % settings.evaluate_every == 0
+        following = graph if last else topology(t + 1, shard.view)
         # A client that will not train next has its trained model kept: it stays its local one.
-        shard.remember(graph.active & (settings.keep_local if last else ~following.active))
+        shard.keep_local_models(graph.active & (settings.keep_local if last else ~following.active))
         clock.lap("train_seconds")
-        if settings.evaluates(t):
+        if evaluated:
             recorder.evaluated(t, "local", shard.evaluate(t, "local"))
         clock.lap("evaluate_seconds")
-        cost = communicate(shard, exchange, graph, t)
+        traffic = exchange_messages(shard, exchange, graph, t)
         clock.lap("mix_seconds")
-        if settings.evaluates(t):
+        if evaluated:
             recorder.evaluated(t, "mixed", shard.evaluate(t, "mixed"))
-        state = shard.record(t)
+        state = shard.record(evaluated)
         clock.lap("evaluate_seconds")
-        recorder.finished({"round": t, **clock.record(), **cost, **state, **told})
+        recorder.finished({"round": t, **clock.record(), **traffic, **state, **reports})
         after_round(t)
         graph = following
 
 
-def communicate(shard: Shard, exchange: Exchange, graph: Graph, round: int) -> Record:
-    """Send, sum, merge; the record says what crossed the network."""
-    few = exchange.senders(graph)
-    outbox = shard.outbox(few)
-    payload = exchange.weigh(outbox, shard.payload(outbox, few))
-    exchange.push(round, graph, outbox)
-    shard.deliver(exchange.collect(round))
-    return {**exchange.traffic(graph, payload), "active": int(graph.active.sum())}
+def exchange_messages(shard: Shard, exchange: Exchange, graph: Graph, round: int) -> Record:
+    """Push, mix, merge; the record says what crossed the network."""
+    senders = exchange.senders(graph)
+    messages = shard.outbox(senders)
+    payload = exchange.coded_sizes(messages, shard.payload(messages, senders))
+    exchange.push(round, graph, messages)
+    mixed = exchange.collect(round)
+    shard.merge(mixed, None if graph.active.all() else find_offline(graph))
+    return {**exchange.record(graph, payload), "active": int(graph.active.sum())}

@@ -1,84 +1,111 @@
-"""How long a run is, what it records, and how it is carried out: [run] as the engine takes it."""
+"""[run] of a configuration: how long a run is, what it records, and how it is carried out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import PlainSerializer, PlainValidator
 
-from quiverfl.engine.history import evaluates
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.options import Count, Number, check_options, python_number
 
 ExecutorName = Literal["auto", "vectorized", "sequential", "measure"]
 Precision = Literal["float32", "tf32", "bf16"]
-Where = Literal["device", "host"]
-Arithmetic = Literal["matrix", "peers"]
+
+
+def _parse_dtype(value: object) -> object:
+    """Return the type that a configuration names."""
+    if value in ("float32", "float64"):
+        return getattr(torch, str(value))
+    if isinstance(value, torch.dtype):
+        return value
+    raise ValueError("input should be 'float32' or 'float64'")
+
+
+def _parse_device(value: object) -> object:
+    if isinstance(value, str | torch.device):
+        return value
+    raise ValueError("input should be a valid string")
+
+
+DType = Annotated[
+    torch.dtype,
+    PlainValidator(_parse_dtype),
+    PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."), return_type=str),
+]
+Device = Annotated[
+    torch.device | str, PlainValidator(_parse_device), PlainSerializer(str, return_type=str)
+]
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """`rounds=0` leaves the initial states. `threads=None` chooses by the size of the model.
+    """Section [run], from a configuration or from Python.
 
-    `epochs_per_client` replaces the epochs of the phase that trains what is sent. `keep_local`
-    keeps, at the end, every client's model from before the last communication: one more copy of
-    all models. `gradients` measures, in every evaluated round, the gradients that DFedPGP's
-    theorem bounds (engine/gradients.py). `arithmetic="peers"` rounds as real peers do, one client
-    at a time: a share before it is sent, sums in client order, mass in whole units.
+    `rounds=0` leaves the initial states. `threads=None` chooses by the size of the model.
 
-    `precision` says how exactly products are computed (engine/precision.py), `compile` that the
-    vectorized step is compiled first, `states` whether the clients' states lie on the device or in
-    the host's memory, from where those in training visit it. `chunk` clients are computed together
-    at most; None: as many as there is room for.
+    `epochs_per_client` replaces the epochs of the phase that trains what is sent; `epoch_groups`
+    gives equal groups of clients their own number of epochs each. `keep_local` keeps, at the end,
+    every client's model from before the last communication: one more copy of all models.
+    `gradients` measures, in every evaluated round, the gradients that DFedPGP's theorem bounds
+    (engine/gradient_norms.py). `arithmetic="peers"` rounds as real peers do, one client at a time:
+    a share before it is sent, sums in client order, mass in whole units. Sync peers equal such a
+    run bit for bit.
+
+    `precision` says how exactly products are computed (engine/execution.py). `compile` compiles
+    the vectorized step first. `states` says whether the clients' states lie on the device, or in
+    the host's memory and visit the device for training. `chunk` clients are computed together at
+    most; None: as many as there is room for.
     """
 
-    rounds: int
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
-    threads: int | None = None
-    executor: ExecutorName = "auto"
-    arithmetic: Arithmetic = "matrix"
+    rounds: Count = 20
+    seed: Count = 0
     common_init: bool = True
     epochs_per_client: tuple[int, ...] | None = None
-    evaluate_every: int = 1
+    epoch_groups: tuple[int, ...] | None = None
+    evaluate_every: Number = 1
     keep_local: bool = True
     gradients: bool = False
-    checkpoint_every: int = 10
+    dtype: DType = torch.float32
+    device: Device = "cpu"
+    threads: Number | None = None
+    executor: ExecutorName = "auto"
     precision: Precision = "float32"
     compile: bool = False
-    states: Where = "device"
-    chunk: int | None = None
+    states: Literal["device", "host"] = "device"
+    arithmetic: Literal["matrix", "peers"] = "matrix"
+    checkpoint_every: Number = 10
+    chunk: Number | None = None
 
     def __post_init__(self) -> None:
-        _whole("rounds", self.rounds, 0)
-        _whole("seed", self.seed, 0)
-        _whole("evaluate_every", self.evaluate_every, 1)
-        _whole("checkpoint_every", self.checkpoint_every, 1)
-        if self.threads is not None:
-            _whole("threads", self.threads, 1)
-        if self.chunk is not None:
-            _whole("chunk", self.chunk, 1)
-        for name, known in (
-            ("executor", get_args(ExecutorName)),
-            ("arithmetic", get_args(Arithmetic)),
-            ("precision", get_args(Precision)),
-            ("states", get_args(Where)),
-        ):
-            if getattr(self, name) not in known:
-                value = getattr(self, name)
-                raise QuiverError(f"{name} = {value!r}: {nearest(str(value), known)}")
-        if self.arithmetic == "peers":
-            self._one_by_one()
+        check_options(self, "run")
+        for name in ("epochs_per_client", "epoch_groups"):
+            epochs = getattr(self, name)
+            if epochs is not None:
+                object.__setattr__(self, name, _whole_epochs(name, epochs))
+        if self.epochs_per_client is not None and self.epoch_groups is not None:
+            raise QuiverError("run.epochs_per_client and run.epoch_groups: give one of them.")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise QuiverError(
                 f"dtype = {self.dtype!r}: give a floating-point type, such as torch.float32."
             )
-        if self.epochs_per_client is not None:
-            object.__setattr__(self, "epochs_per_client", _epochs(self.epochs_per_client))
-        _check_device(self.device)
+        if str(self.device).split(":")[0] == "mps":
+            raise QuiverError(
+                f"device {str(self.device)!r}: Apple's GPUs have no float64, which push-sum's "
+                "weights μ are kept in; use 'cpu'."
+            )
+        self._check_executor()
         self._check_precision()
+
+    def _check_executor(self) -> None:
+        if self.arithmetic == "peers" and self.executor == "vectorized":
+            raise QuiverError(
+                'executor = "vectorized" computes several clients in one product, which rounds '
+                'otherwise than a peer does: with arithmetic = "peers" use "sequential" or "auto".'
+            )
         if self.compile and (self.executor in ("sequential", "measure") or self._bf16):
             raise QuiverError(
                 "compile = true compiles what is computed for many clients together: with "
@@ -107,58 +134,56 @@ class RunSettings:
                 'everything would stay float32; set executor = "sequential", or leave it out.'
             )
 
-    def _one_by_one(self) -> None:
-        """A peer computes one client; several in one product would round otherwise."""
-        if self.executor == "vectorized":
+    def for_clients(self, clients: int) -> RunSettings:
+        """Return the settings of a run with so many clients, on a device that is there.
+
+        Epochs are then per client, and the executor is the one that computes as peers do.
+        """
+        self.check_device()
+        epochs, groups = self.epochs_per_client, self.epoch_groups
+        if groups is not None:
+            epochs = tuple(groups[client * len(groups) // clients] for client in range(clients))
+        # A peer computes one client; several in one product would round otherwise.
+        executor = "sequential" if self.arithmetic == "peers" else self.executor
+        return replace(self, executor=executor, epochs_per_client=epochs, epoch_groups=None)
+
+    def check_device(self) -> None:
+        """Refuse a device that this machine or this build of torch does not have."""
+        try:
+            torch.zeros(1, device=self.device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            first = str(error).splitlines()[0]
             raise QuiverError(
-                'executor = "vectorized" computes several clients in one product, which rounds '
-                'otherwise than a peer does: with arithmetic = "peers" use "sequential" or "auto".'
-            )
-        object.__setattr__(self, "executor", "sequential")
+                f"device {str(self.device)!r} cannot be used: {first}. Use 'cpu', or install a "
+                "torch build for your GPU (README)."
+            ) from error
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunSettings:
-        """From keyword arguments; one that is unknown is refused with the nearest known name."""
+        """Make settings from keyword arguments; refuse an unknown one with the nearest name."""
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                raise QuiverError(f"simulate has no option {name!r}; {nearest(name, known)}")
+                raise QuiverError(f"simulate has no option {name!r}; {suggest(name, known)}")
         if "rounds" not in options:
             raise QuiverError("simulate needs rounds, such as rounds=50.")
         return cls(**options)
 
-    def evaluates(self, round: int) -> bool:
-        return evaluates(round, self.evaluate_every, self.rounds)
 
-    def checkpoints(self, round: int) -> bool:
-        """Whether a checkpoint is due after this round."""
-        return (round + 1) % self.checkpoint_every == 0 or round + 1 == self.rounds
+def is_evaluated(round: int, every: int, rounds: int) -> bool:
+    """Whether a round is evaluated: every `every` rounds, and the last."""
+    return (round + 1) % every == 0 or round == rounds - 1
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        words = "0 or more" if least == 0 else f"at least {least}"
-        raise QuiverError(f"{name} = {value!r}: it must be a whole number, {words}.")
-
-
-def _epochs(given: Sequence[int]) -> tuple[int, ...]:
-    epochs = tuple(int(number) for number in given)
-    if epochs and min(epochs) < 0:
-        raise QuiverError("epochs_per_client: the numbers of epochs must be 0 or more.")
-    return epochs
-
-
-def _check_device(device: torch.device | str) -> None:
-    if str(device).split(":")[0] == "mps":
+def _whole_epochs(name: str, given: Any) -> tuple[int, ...]:
+    if not isinstance(given, Iterable) or isinstance(given, str):
         raise QuiverError(
-            f"device {str(device)!r}: Apple's GPUs have no float64, which push-sum's weights μ are "
-            "kept in; use 'cpu'."
+            f"{name} = {given!r}: give one whole number for each client, such as [1, 1, 5]."
         )
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        first = str(error).splitlines()[0]
-        raise QuiverError(
-            f"device {str(device)!r} cannot be used: {first}. Use 'cpu', or install a torch "
-            "build for your GPU (README)."
-        ) from error
+    epochs = tuple(python_number(number) for number in given)
+    for place, number in enumerate(epochs):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise QuiverError(
+                f"{name}[{place}] = {number!r}: it must be a whole number, 0 or more."
+            )
+    return epochs

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
-from quiverfl.engine.accounting import state_record
-from quiverfl.engine.context import ClientGroup, PhaseContext, Place
-from quiverfl.engine.evaluation import Metrics, join, metrics_of, select
-from quiverfl.engine.examples import Examples
-from quiverfl.engine.execution import Execution, Measured, measure, room
-from quiverfl.engine.fit import check_phases, gradients_without_rate
+from quiverfl.engine.client_reports import ReportExchange
+from quiverfl.engine.collective import LocalWorld, World, compute_groups
+from quiverfl.engine.evaluation import LocalModels, evaluate_shard, find_models, state_record
+from quiverfl.engine.execution import Measurement, prepare_computation
 from quiverfl.engine.history import Record
-from quiverfl.engine.lifting import lift, lift_point, same_kind
-from quiverfl.engine.local_models import LocalModels
-from quiverfl.engine.once import OnceSteps
-from quiverfl.engine.optimizer import Buffers
+from quiverfl.engine.local.context import ClientGroup, PhaseIndex
+from quiverfl.engine.local.trainer import Trainer
+from quiverfl.engine.local.vmap import vmap_clients, vmap_params
+from quiverfl.engine.local.workers import worker_count
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.sight import Sight
-from quiverfl.engine.start import initial_states, same_everywhere
-from quiverfl.engine.trainer import Trainer
-from quiverfl.engine.trials import Trial
-from quiverfl.engine.workers import side_by_side, worker_count
-from quiverfl.errors import Diverged, QuiverError
-from quiverfl.methods.contract import Message, Method, Once, Phase
-from quiverfl.methods.optional import adaptation, payload
-from quiverfl.task import Point, Task
+from quiverfl.engine.states import (
+    PhaseBuffers,
+    check_finite,
+    initial_states,
+    merge_states,
+    take_rows,
+    to_device,
+    write_rows,
+)
+from quiverfl.methods.contract import Message, Method, Phase, SingleStep, Train
+from quiverfl.methods.optional import SizesMessages, adaptation_phase
+from quiverfl.methods.state import select_fields
+from quiverfl.task import Params, Task
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.view import Looks, View
+from quiverfl.topologies.reports import ReportSpec, ReportView
 from quiverfl.training import Training
 from quiverfl.transforms.privacy import DPSGD, check_budget
-
-Flags = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+from quiverfl.types import Flags, Integers, Metrics
 
 
 class Shard:
-    """Some clients of a federation, in one place. Rows are local, `ids` are federation-wide."""
+    """Some clients of a federation, in one place.
+
+    Rows of state, buffers and local models are those of the clients here. Flags, bytes and metrics
+    that the round loop gives and takes are those of all clients of the shard's world.
+    """
 
     def __init__(
         self,
@@ -55,304 +55,149 @@ class Shard:
         training: Training,
         settings: RunSettings,
         clients: Sequence[int] | None = None,
-        looks: Looks | None = None,
+        looks: ReportSpec | None = None,
         private: DPSGD | None = None,
-        measured: Measured | None = None,
+        measured: Measurement | None = None,
+        world: World | None = None,
     ) -> None:
         """`clients` and `settings.epochs_per_client` have one entry per client of `data`.
 
-        `looks` is what the topology wants to be told, `measured` what was found out before, by this
-        run or by another rank.
+        `looks` says what the topology looks at, `measured` which executor was measured before, by
+        this run or by another rank. `world` is given where other clients are elsewhere.
         """
         self.ids: Integers = np.arange(data.clients) if clients is None else np.asarray(clients)
-        self.method, self._payload = method, partial(payload, method)
-        self._task, self._settings = task, settings
-        where = torch.device(settings.device)
-        examples = Examples(data.train, data, settings.dtype, where)
-        trial = Trial.of(task, examples, settings.dtype, where)
-        chunk = room(task, data, method, training, settings)
-        measured = measured or measure(task, examples, training, settings, trial)
-        self.execution = Execution.of(task, settings, trial, measured, chunk)
-        self._executor = self.execution.executor
-        self._one_by_one = self._executor.name == "sequential" and where.type == "cpu"
-        self._home = torch.device("cpu") if settings.states == "host" else where
-        layout = self._executor.image_format
-        examples = examples.laid_out(layout, getattr(task.skeleton, "likes_bytes", False))
-        as_bytes = examples.byte_factors is not None
-        self._test = Examples(data.test, data, settings.dtype, where).laid_out(layout, as_bytes)
-        self.context = PhaseContext(
-            task,
-            examples,
-            training,
-            self._executor,
-            settings.dtype,
-            where,
-            settings.seed,
-            settings.rounds,
-            draws=trial is not None and trial.draws(),
-            private=private,
-            by_sample=private is not None and self._by_sample(trial),
+        self.world: World = world or LocalWorld(self.ids, data.train.sizes)
+        self.method, self._settings = method, settings
+        computation = prepare_computation(task, data, method, training, settings, private, measured)
+        self.execution, self.context = computation.execution, computation.context
+        self.test, home = computation.test, computation.home
+        self.workers = worker_count(len(self.ids)) if computation.one_by_one else 1
+        self._phases, self.adaptation = method.phases(task), adaptation_phase(method, task)
+        self._find_personal = vmap_params(method.personal)
+        self.trainer = Trainer.prepare(self.context, method.personal, self._phases)
+        self.state: Any = initial_states(
+            task, method, self.context, self.ids, settings, home, computation.shapes
         )
-        if private is not None and self.context.draws:
-            raise QuiverError(
-                "privacy.name = 'dp_sgd' takes the gradient of one sample after another, and this "
-                "model draws random numbers (dropout) for a whole batch: use one that does not."
-            )
-        self._once = OnceSteps(self.context)
-        self.trainer = Trainer(self.context, self._once)
-        self._phases, self._adaptation = method.phases(task), adaptation(method, task)
-        check_phases(method, self._phases, settings.epochs_per_client is not None)
-        self.trainer.prepare(self._phases)
-        self.state: Any = initial_states(task, method, self.context, self.ids, settings, self._home)
-        self.buffers: dict[int, Buffers] = {}
-        """What the optimizers of some phases keep between rounds, by the number of the phase."""
+        self.shared = next(iter(select_fields(self.state, "shared")), None)
+        """The field of the state that is shared, if there is one."""
+        self.buffers = PhaseBuffers(len(self.ids), self.context.device, home)
         self.local = LocalModels()
         self.steps: Integers = np.zeros(len(self.ids), dtype=np.int64)
         """Local steps of the last round."""
         self.visits: Integers = np.zeros(len(self.ids), dtype=np.int64)
-        """How often each sample of a client has been looked at, counted where that must be few."""
-        self._merged = False
-        self.sight = (
-            None if looks is None else Sight(looks, self.context, method, self.ids, self.everybody)
-        )
-
-    def _by_sample(self, trial: Trial | None) -> bool:
-        """vmap is for one thread at a time, and not for every model."""
-        alone = not self._one_by_one or torch.get_num_threads() == 1
-        return alone and trial is not None and trial.why_not_stacked() is None
+        """How often each sample of a client was looked at, counted where that must be few."""
+        self.reports: ReportExchange | None = None
+        if looks is not None:
+            everybody = len(self.world.everybody)
+            self.reports = ReportExchange(looks, self.context, method, self.ids, everybody)
 
     @property
-    def everybody(self) -> int:
-        """How many clients the federation has."""
-        return len(self.ids)
-
-    def groups(self, rows: Integers, width: int | None = None) -> Iterator[ClientGroup]:
-        """Rows in chunks; clients of like size together, so that none waits for another."""
-        order = rows[np.argsort(-self.context.examples.sizes[rows], kind="stable")]
-        width = width or self._executor.chunk
-        for begin in range(0, len(order), width):
-            chunk = order[begin : begin + width]
-            yield ClientGroup(chunk, self.ids[chunk])
-
-    def rows(self, rows: Integers) -> Any:
-        """The states of some rows; a view where they lie together."""
-        index = _index(rows)
-        return type(self.state)(*(leaf[index] for leaf in self.state))
-
-    def visiting(self, stacked: Any) -> Any:
-        """States or models on the device that computes; themselves where they are there already."""
-        device = self.context.device
-        return type(stacked)(*(leaf.to(device, non_blocking=True) for leaf in stacked))
-
-    def write(self, rows: Integers, state: Any) -> None:
-        index = _index(rows)
-        for leaf, value in zip(self.state, state, strict=True):
-            value = value.to(leaf.device)
-            if not isinstance(index, slice) or value.data_ptr() != leaf[index].data_ptr():
-                leaf[index] = value
+    def view(self) -> ReportView | None:
+        """What clients know of each other, if the topology looks."""
+        return None if self.reports is None else self.reports.view
 
     def train(self, round: int, active: Flags, share: float | None = None) -> None:
-        """Train the active rows.
+        """Train the active clients.
 
-        `share` of all clients train in this round: of the rows here, unless it is given.
+        `share` of all clients train in this round: of those of this world, unless it is given.
         """
-        self._train(round, active, float(active.mean()) if share is None else share)
-        if self.context.private is not None:
-            check_budget(self.visits, self.context.private, round, self.ids)
-
-    def _train(self, round: int, active: Flags, share: float) -> None:
+        share = float(active.mean()) if share is None else share
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
-
-        def work(group: ClientGroup) -> None:
-            state = self.visiting(self.rows(group.rows))
-            begun = None if self.sight is None else self.sight.begin(state, group)
-            for number, phase in enumerate(self._phases):
-                state = self._phase(phase, state, group, Place(round, number, share))
-            self._check_finite(state, group, round, "the trained state")
-            if begun is not None:
-                begun(state)
-            self.write(group.rows, state)
-            self.local.forget(group.rows)
-
-        self._side_by_side(work, self.groups(np.flatnonzero(active)))
-        if active.any():
-            gradients_without_rate(self.method, self._phases, self._once.rate_was_read)
-
-    def _side_by_side(
-        self, work: Callable[[ClientGroup], None], groups: Iterable[ClientGroup]
-    ) -> None:
-        workers = worker_count(len(self.ids)) if self._one_by_one else 1
-        side_by_side(work, groups, workers)
-
-    def _phase(self, phase: Phase, state: Any, group: ClientGroup, place: Place) -> Any:
-        if isinstance(phase, Once):
-            state, steps = self._once.run(phase, self.method.personal, state, group, place)
-            self.steps[group.rows] += steps
-            return state
-        epochs = None
-        if phase.sent and self._settings.epochs_per_client is not None:
-            epochs = np.asarray(self._settings.epochs_per_client)[group.rows]
-        keeps = getattr(phase, "keep_optimizer", False)
-        kept = self._kept(place.number, group.rows) if keeps else None
-        state, steps, buffers = self.trainer.train(phase, state, group, place, epochs, kept)
-        self.steps[group.rows] += steps
+        work = partial(self._train_group, round, share)
+        width = self.context.executor.chunk
+        compute_groups(self.world, work, np.flatnonzero(active), width, self.workers)
         if self.context.private is not None:
-            self.visits[group.rows] += self.trainer.visits(phase, group, steps)
+            visits = self.world.gather(torch.from_numpy(self.visits)).numpy()
+            check_budget(visits, self.context.private, round, self.world.everybody)
+
+    def _train_group(self, round: int, share: float, group: ClientGroup) -> None:
+        reports = self.reports
+        state = to_device(take_rows(self.state, group.rows), self.context.device)
+        record_updates = None if reports is None else reports.record_losses(state, group)
+        for number, phase in enumerate(self._phases):
+            state = self._take_phase(phase, state, group, PhaseIndex(round, number, share))
+        check_finite(state, group.ids, round)
+        if record_updates is not None:
+            record_updates(state)
+        write_rows(self.state, group.rows, state)
+        self.local.forget(group.rows)
+
+    def _take_phase(self, phase: Phase, state: Any, group: ClientGroup, index: PhaseIndex) -> Any:
+        rows, epochs = group.rows, self._settings.epochs_per_client
+        replaces = epochs is not None and getattr(phase, "trains_message", False)
+        own_epochs = np.asarray(epochs)[rows] if replaces else None
+        keeps = isinstance(phase, Train) and phase.keep_optimizer
+        buffers = self.buffers.take(index.number, rows) if keeps else None
+        given = (phase, state, group, index, own_epochs, buffers)
+        state, steps, buffers = self.trainer.train(*given)
+        self.steps[rows] += steps
+        if self.context.private is not None and not isinstance(phase, SingleStep):
+            self.visits[rows] += self.trainer.count_visits(phase, group, steps)
         if keeps:
-            self._keep(place.number, group.rows, buffers)
+            self.buffers.write(index.number, rows, buffers)
         return state
 
-    def _kept(self, number: int, rows: Integers) -> Buffers | None:
-        found = self.buffers.get(number)
-        index, device = torch.from_numpy(rows), self.context.device
-        return found and {name: leaf[index].to(device) for name, leaf in found.items()}
+    def exchange_reports(self, round: int, graph: Graph) -> Record:
+        """Clients learn what the senders of their messages report; the record has who told whom."""
+        if self.reports is None:
+            return {}
+        outgoing = self.world.gather(torch.from_numpy(self.reports.outgoing)).numpy()
+        return self.reports.exchange(round, graph, outgoing)
 
-    def _keep(self, number: int, rows: Integers, buffers: Buffers) -> None:
-        """An optimizer's buffers are all zero before a client's first step."""
-        whole = self.buffers.setdefault(number, {})
-        for name, leaf in buffers.items():
-            if name not in whole:
-                shape = (len(self.ids), *leaf.shape[1:])
-                whole[name] = leaf.new_zeros(shape, device=self._home)
-            whole[name][torch.from_numpy(rows)] = leaf.to(self._home)
+    def share_reports(self) -> None:
+        """After a checkpoint of its own clients a rank learns what those of others know."""
+        if self.reports is not None:
+            rows = self.reports.rows()
+            known = {name: self.world.gather(own).numpy() for name, own in rows.items()}
+            self.reports.view = ReportView.from_arrays(self.reports.looks, known)
 
-    def hear(self, round: int, graph: Graph) -> Record:
-        """What the round's messages tell is known from now on; the record has who told whom."""
-        return {} if self.sight is None else self.sight.hear(round, graph, self.sight.telling)
-
-    @property
-    def view(self) -> View | None:
-        """What clients know of each other, if the topology looks."""
-        return None if self.sight is None else self.sight.view
-
-    def remember(self, chosen: Flags) -> None:
+    def keep_local_models(self, chosen: Flags) -> None:
         """Keep what these clients would use now as their last locally trained model."""
-        rows = np.flatnonzero(chosen)
-        width = self._executor.chunk
+        rows, width = np.flatnonzero(self.world.here(chosen)), self.context.executor.chunk
         for begin in range(0, len(rows), width):
             some = rows[begin : begin + width]
-            self.local.remember(some, self._personal(some))
+            self.local.keep(some, self.personal(some))
 
-    def _personal(self, rows: Integers) -> Point:
-        return lift_point(self.method.personal)(self.rows(rows))
+    def personal(self, rows: Integers) -> Params:
+        """The models that the clients of these rows would use now."""
+        return self._find_personal(take_rows(self.state, rows))
 
-    def model(self, row: int, stage: str) -> Point:
+    def model(self, row: int, stage: str) -> Params:
         """The model one client would use, fine-tuned where the method evaluates it so."""
         group = ClientGroup(np.array([row]), self.ids[row : row + 1])
-        point = self._adapted(self._at_stage(group.rows, stage), group)
-        return Point(*(part[0].clone() for part in point))
-
-    def _at_stage(self, rows: Integers, stage: str) -> Point:
-        own = stage != "local"
-        point = self._personal(rows) if own else self.local.replacing(rows, self._personal)
-        there: Point = self.visiting(point)
-        return there
-
-    def _adapted(self, point: Point, group: ClientGroup) -> Point:
-        if self._adaptation is None:
-            return point
-        adapted, _, _ = self.trainer.train(self._adaptation, point, group, Place(0, ADAPT))
-        return Point(*adapted)
+        return Params(*(part[0].clone() for part in find_models(self, group, stage)))
 
     def evaluate(self, round: int, stage: str) -> Metrics:
-        """Metrics of every client on its own test split; nothing is changed by looking.
+        """Metrics of every client on its own test split; nothing is changed by looking."""
+        return evaluate_shard(self, round, stage)
 
-        Stage `local` of a client whose remembered model has been evaluated before is not computed
-        again.
-        """
-        everyone = np.arange(len(self.ids))
-        known = self.local.metrics if stage == "local" else {}
-        fresh = np.array([row for row in everyone if int(row) not in known], dtype=np.int64)
-        found: Metrics = {}
-
-        def work(group: ClientGroup) -> None:
-            point = self._adapted(self._at_stage(group.rows, stage), group)
-            program = self.context.program()
-            metrics = metrics_of(self._task, program, self._executor, self._test, point, group)
-            self._check_loss(metrics["loss"], group, round)
-            join(found, metrics, group.rows, len(everyone))
-
-        self._side_by_side(work, self.groups(fresh, self._executor.evaluated))
-        for row, metrics_of_row in known.items():
-            join(found, select(metrics_of_row), np.array([row]), len(everyone))
-        if stage == "local":
-            self.local.evaluated(found)
-        return found
-
-    def record(self, round: int) -> Record:
+    def record(self, evaluated: bool) -> Record:
         """Steps, the range of μ and, in evaluated rounds, how far the clients are apart."""
-        return state_record(self, self._settings, round)
+        return state_record(self, evaluated, self._settings.gradients)
 
-    def outbox(self, rows: Integers | None = None) -> Message:
-        """A message per row, or per given row. A leaf sent as it stands is the state's own."""
-        state = self.state if rows is None else self.rows(rows)
-        message: Message = lift(self.method.message)(state)
-        if not isinstance(message, dict):
-            raise QuiverError(
-                f"{self.method.title}: message returned a {type(message).__name__}; it must "
-                "return named tensors, such as {'u': state.u}."
-            )
-        return message
+    def outbox(self, senders: Integers | None = None) -> Message:
+        """The messages of all or of these senders. A leaf sent as it stands is the state's own."""
+        emit = vmap_clients(self.method.message)
+        if senders is None:
+            return dict(emit(self.state))
+        rows = self.world.rows_of(senders)
+        # vmap takes no empty stack: one client gives the shapes of a message without any.
+        some = emit(take_rows(self.state, rows if len(rows) else np.array([0])))
+        return {name: leaf[: len(rows)] for name, leaf in some.items()}
 
-    def payload(self, outbox: Message, rows: Integers | None = None) -> Integers:
-        """Bytes of each row's message; 0 for rows that are not in the outbox."""
+    def payload(self, outbox: Message, senders: Integers | None = None) -> Integers:
+        """Bytes of each client's message; 0 for clients that do not send."""
         sizes = np.zeros(len(self.ids), dtype=np.int64)
-        if outbox:
-            found = lift(self._payload)(outbox)
-            beside = 0 if self.sight is None else self.sight.looks.bytes
-            sizes[slice(None) if rows is None else rows] = found.cpu().numpy() + beside
-        return sizes
+        rows = np.arange(len(self.ids)) if senders is None else self.world.rows_of(senders)
+        if outbox and len(rows):
+            beside = 0 if self.reports is None else self.reports.looks.bytes
+            if isinstance(self.method, SizesMessages):
+                sizes[rows] = vmap_clients(self.method.payload)(outbox).cpu().numpy() + beside
+            else:
+                sizes[rows] = sum(leaf[0].nbytes for leaf in outbox.values()) + beside
+        return np.asarray(self.world.gather(torch.from_numpy(sizes)))
 
-    def deliver(self, mixed: Message) -> None:
-        """Merge what arrived, a few rows at a time so that no second copy of all states is made."""
-        everyone = np.arange(len(self.ids))
-        width = max(self._executor.chunk, 1)
-        first, self._merged = not self._merged, True
-        if first:
-            self._check_given_away(mixed)
-        for begin in range(0, len(everyone), width):
-            rows = everyone[begin : begin + width]
-            arrived = {name: leaf[_index(rows)] for name, leaf in mixed.items()}
-            old, merge = self.rows(rows), self.method.merge
-            self.write(rows, same_kind(merge, lift(merge)(old, arrived), old))
-        if first:
-            same_everywhere(self.method, self.state)
-
-    def _check_given_away(self, mixed: Message) -> None:
-        """Before the first merge, on one client: a field that was sent as it stands is not read."""
-        row = np.zeros(1, dtype=np.int64)
-        sent = {leaf.data_ptr() for leaf in self.outbox(row).values()}
-        old = self.rows(row)
-        gone = {
-            name: torch.full_like(leaf, float("nan"))
-            for name, leaf in zip(old._fields, old, strict=True)
-            if leaf.data_ptr() in sent
-        }
-        arrived = {name: leaf[:1] for name, leaf in mixed.items()}
-        merged = lift(self.method.merge)(old._replace(**gone), arrived)
-        for name, leaf in zip(old._fields, merged, strict=True):
-            if torch.isnan(leaf).any() and not any(torch.isnan(a).any() for a in arrived.values()):
-                raise QuiverError(
-                    f"{self.method.title}: merge reads what message sent as it stands in the state "
-                    f"({', '.join(gone)}), and so cannot compute field {name!r}. The exchange "
-                    "mixes in that memory: send a copy (.clone()) of what merge needs."
-                )
-
-    def _check_loss(self, losses: Floats, group: ClientGroup, round: int) -> None:
-        bad = np.flatnonzero(~np.isfinite(losses) & (self._test.sizes[group.rows] > 0))
-        if len(bad):
-            raise Diverged(round, int(group.ids[bad[0]]), "the test loss")
-
-    def _check_finite(self, state: Any, group: ClientGroup, round: int, where: str) -> None:
-        for leaf in state:
-            sums = leaf.reshape(len(group.rows), -1).sum(dim=1)
-            bad = torch.nonzero(~torch.isfinite(sums))
-            if len(bad):
-                raise Diverged(round, int(group.ids[int(bad[0])]), where)
-
-
-def _index(rows: Integers) -> slice | Tensor:
-    """A slice where rows lie together (a view), a tensor of places where not (a copy)."""
-    if len(rows) and (np.diff(rows) == 1).all():
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows)
+    def merge(self, mixed: Message, offline: Flags | None = None) -> None:
+        """Merge what arrived. Offline clients receive nothing from a server: its state stays."""
+        away = None if offline is None else self.world.here(offline)
+        merge_states(self.state, mixed, self.method.merge, away, self.context.executor.chunk)

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.exchange import Exchange
-from quiverfl.engine.execution import Measured
-from quiverfl.engine.fit import check_fit
-from quiverfl.engine.history import History, Recorder
-from quiverfl.engine.precision import computing
-from quiverfl.engine.programs import is_convolutional
-from quiverfl.engine.recorders import Recorders
-from quiverfl.engine.rounds import play
+from quiverfl.engine.checks.messages import check_transforms
+from quiverfl.engine.checks.method import check_fit, graph_needs
+from quiverfl.engine.checks.peers import choose_message_split, seen_alone
+from quiverfl.engine.collective import LocalWorld, World
+from quiverfl.engine.exchange.build import build_exchange, poison_training_data
+from quiverfl.engine.exchange.exchange import Exchange
+from quiverfl.engine.execution import Measurement, set_precision
+from quiverfl.engine.history import History, Recorder, Recorders, checked_callbacks
+from quiverfl.engine.local.programs import is_convolutional
+from quiverfl.engine.rounds import run_rounds
+from quiverfl.engine.run import Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.simulation_run import Run
-from quiverfl.engine.splitting import seen_alone, splitting
-from quiverfl.engine.transform_checks import check_transforms
-from quiverfl.engine.transformed import trained_on, transformed_exchange
-from quiverfl.errors import CallbackFailed, Diverged, Interrupted, Stopped
+from quiverfl.errors import CallbackFailed, Diverged, Interrupted, QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
-from quiverfl.transforms.adversary import Adversary
-from quiverfl.transforms.chosen import PLAIN, Transforms
+from quiverfl.transforms import PLAIN, Transforms
+from quiverfl.transforms.attacks import Adversary
 from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
@@ -42,7 +41,10 @@ SMALL_WORK = 50_000_000
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Everything a run in one process needs, ready to be checked and carried out."""
+    """Everything a run needs, ready to be checked and carried out.
+
+    `data` is that of the clients here. `world` is given where some clients are elsewhere.
+    """
 
     task: Task
     data: FederatedData
@@ -51,39 +53,58 @@ class Simulation:
     training: Training
     settings: RunSettings
     transforms: Transforms = PLAIN
+    world: World | None = None
 
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
         if self.settings.arithmetic == "peers":
-            splitting(self.method, self.topology, self.settings.rounds)
+            choose_message_split(self.method, self.topology, self.settings.rounds)
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
 
-    def shard(self, measured: Measured | None = None) -> Shard:
-        """All clients, at the start."""
-        private = self.transforms.privacy
+    def shard(self, measured: Measurement | None = None) -> Shard:
+        """The clients here, at the start."""
+        private, settings, world = self.transforms.privacy, self.settings, self.world
+        ids, epochs = None if world is None else world.ids, settings.epochs_per_client
+        if ids is not None and epochs is not None:
+            settings = replace(settings, epochs_per_client=tuple(epochs[client] for client in ids))
+        clients = self.topology.clients
         return Shard(
             self.task,
-            trained_on(self.transforms, self.data, self.settings.seed),
+            poison_training_data(self.transforms, self.data, settings.seed, ids, clients),
             self.method,
             self.training,
-            self.settings,
-            looks=self.topology.looks,
+            settings,
+            clients=None if ids is None else ids.tolist(),
+            looks=self.topology.reports,
             private=private if isinstance(private, DPSGD) else None,
             measured=measured,
+            world=world,
         )
+
+    @contextlib.contextmanager
+    def compute_settings(self) -> Iterator[None]:
+        """Threads and precision of the run; put back afterwards."""
+        clients, settings = self.topology.clients, self.settings
+        longest = self.data.train.longest if self.world is None else self.world.longest
+        with (
+            use_threads(self.task, clients, longest, self.training, settings),
+            set_precision(settings.precision, torch.device(settings.device)),
+        ):
+            yield
 
     @property
     def _graphs(self) -> Topology:
-        """Where clients look, peers know no more than each was told itself."""
+        """The graphs of the run. Peers know no more than each was told itself."""
         peers = self.settings.arithmetic == "peers"
-        return seen_alone(self.topology) if peers else self.topology
+        topology = seen_alone(self.topology) if peers else self.topology
+        return topology.checked(graph_needs(self.method))
 
     def exchange(self, shard: Shard) -> Exchange:
-        return transformed_exchange(
-            self.transforms, self.method, self.topology, self.settings, shard.outbox
+        return build_exchange(
+            self.transforms, self.method, self.topology, self.settings, shard.outbox, shard.world
         )
 
     def run(
@@ -93,29 +114,30 @@ class Simulation:
         checkpoint: Callable[[Checkpoint], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
         callbacks: Sequence[Recorder] = (),
+        measured: Measurement | None = None,
     ) -> Run:
         """As `simulate` says, but unchecked, and a checkpoint is the run's own memory: `checkpoint`
-        must write it, or copy it, before it returns."""
+        must write it, or copy it, before it returns. On ranks all arguments are given on all or
+        on none, and `measured` is the same for all."""
         settings = self.settings
-        data = self.data
-        longest, device = data.train.longest, torch.device(settings.device)
-        with (
-            threads_for(self.task, data.clients, longest, self.training, settings),
-            computing(settings.precision, device),
-        ):
-            measured = None if resume is None else resume.measured
-            shard = self.shard(measured)
+        with self.compute_settings():
+            if measured is None and resume is not None:
+                measured = resume.measured
+            together = LocalWorld.together if self.world is None else self.world.together
+            shard: Shard = together(lambda: self.shard(measured))
             exchange, history, start = self.exchange(shard), History(), 0
             if resume is not None:
-                resume.apply(shard, exchange)
+                together(lambda: resume.apply(shard, exchange))
+                shard.share_reports()
                 history, start = resume.history.copy(), resume.round
 
             told = Recorders([history, *([] if recorder is None else [recorder])], callbacks)
 
             def after_round(round: int) -> None:
                 more = round + 1 < settings.rounds
+                due = not more or (round + 1) % settings.checkpoint_every == 0
                 stopping, enough = more and stop(), more and told.enough()
-                if checkpoint is not None and (stopping or enough or settings.checkpoints(round)):
+                if checkpoint is not None and (stopping or enough or due):
                     checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
                 if stopping:
                     raise Stopped(round + 1)
@@ -125,12 +147,16 @@ class Simulation:
             run = Run(self, shard, exchange, history)
             try:
                 with told.closing(), contextlib.suppress(_Enough):
-                    play(shard, exchange, self._graphs, told, settings, start, after_round)
-            except (CallbackFailed, Diverged) as error:
+                    run_rounds(shard, exchange, self._graphs, told, settings, start, after_round)
+            except (CallbackFailed, Diverged, Stopped) as error:
                 error.run = run
                 raise
             except KeyboardInterrupt as error:
-                raise Interrupted(run) from error
+                sentence = (
+                    f"interrupted in round {len(history.records) + 1} of {settings.rounds}. The "
+                    "error's `run` has what was recorded before it."
+                )
+                raise Interrupted(run, sentence) from error
         return run
 
 
@@ -174,13 +200,30 @@ def simulate(
     if settings is None:
         settings = RunSettings.of(options)
     elif options:
-        raise TypeError(f"give settings or {', '.join(options)}, not both")
+        raise QuiverError(f"give settings or {', '.join(options)}, not both.")
+    if not isinstance(settings, RunSettings):
+        raise QuiverError(
+            f"settings is a {type(settings).__name__}: give a RunSettings, or its fields, such as "
+            "rounds=50."
+        )
+    if isinstance(data, FederatedData):  # or check() says what it is
+        settings = settings.for_clients(data.clients)
+    _check_resume(resume)
     transforms = Transforms(compression, privacy, robustness, adversary)
     simulation = Simulation(task, data, method, topology, training, settings, transforms)
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
+    watchers = checked_callbacks(callbacks)
     with _shown(progress, method, settings) as bar:
-        return simulation.run(recorder, resume, keep, stop, [*callbacks, *bar])
+        return simulation.run(recorder, resume, keep, stop, [*watchers, *bar])
+
+
+def _check_resume(resume: object) -> None:
+    if resume is not None and not isinstance(resume, Checkpoint):
+        raise QuiverError(
+            f"resume is a {type(resume).__name__}: give a checkpoint, such as "
+            "resume=qv.load_run(folder).checkpoint()."
+        )
 
 
 class _Enough(Exception):
@@ -192,7 +235,7 @@ def _shown(progress: bool, method: Method, settings: RunSettings) -> Iterator[li
     if not progress:
         yield []
         return
-    from quiverfl.callbacks.progress import progress as shown
+    from quiverfl.runs.progress import progress as shown
 
     with shown(method.title, settings.rounds, quiet=False) as bar:
         yield [] if bar is None else [bar]
@@ -211,7 +254,7 @@ def _useful_threads(task: Task, clients: int, longest: int, training: Training) 
 
 
 @contextlib.contextmanager
-def threads_for(
+def use_threads(
     task: Task, clients: int, longest: int, training: Training, settings: RunSettings
 ) -> Iterator[None]:
     """As many as the settings say, or as are of use; `longest` is the largest client's size."""

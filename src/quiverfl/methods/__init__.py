@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from quiverfl.errors import QuiverError, nearest
 from quiverfl.methods.apfl import APFL
 from quiverfl.methods.contract import (
     Interleaved,
@@ -10,10 +9,10 @@ from quiverfl.methods.contract import (
     Loss,
     Message,
     Method,
-    Moment,
-    Once,
     Phase,
+    SingleStep,
     Start,
+    StepInfo,
     Train,
     Trained,
 )
@@ -37,9 +36,10 @@ from quiverfl.methods.perfedavg import PerFedAvg
 from quiverfl.methods.pfedme import PFedMe
 from quiverfl.methods.pushdiging import PushDIGing
 from quiverfl.methods.scaffold import SCAFFOLD
-from quiverfl.references import is_reference, load_callable
+from quiverfl.options import refuse_old_names
+from quiverfl.support.references import Registry
 
-METHODS: dict[str, Callable[..., Method]] = {
+_METHODS: dict[str, Callable[..., Method]] = {
     "local": Local,
     "fedavg": FedAvg,
     "fedprox": FedProx,
@@ -62,25 +62,32 @@ METHODS: dict[str, Callable[..., Method]] = {
     "dfedpgp": DFedPGP,
     "dfedpgpsam": DFedPGPSAM,
 }
-
-
-def find_method(name: str) -> Callable[..., Method]:
-    """A method by its name in METHODS, or a class of yours by `module:Class`."""
-    if is_reference(name):
-        return load_callable(name)
-    if name not in METHODS:
-        raise QuiverError(
-            f"method.name = {name!r}: unknown method; {nearest(name, METHODS)} "
-            "Your own: module:Class."
-        )
-    return METHODS[name]
+METHODS = Registry("method", _METHODS, own="module:Class", key="method.name")
 
 
 def method_title(name: str) -> str:
-    """What a method is called where people read: its own title, or else the name of its class."""
-    title = getattr(find_method(name), "title", None)
+    """A method's title for readers: its own, or else the name of its class."""
+    title = getattr(METHODS.find(name), "title", None)
     return title if isinstance(title, str) else name.rpartition(":")[2]
 
+
+refuse_old_names(point="params", common="common_params")(Start)
+refuse_old_names(rate="lr", reach="effective_lr_sum", share="active_fraction")(Trained)
+refuse_old_names(to="gradient_at", halves="split_batch")(Lookahead)
+refuse_old_names(of="function", features="needs_features")(Loss)
+refuse_old_names(
+    point="params",
+    absorb="update",
+    at="gradient_at",
+    scale="lr_scale",
+    personal_rate="use_personal_lr",
+    sent="trains_message",
+)(Train)
+refuse_old_names(sent="trains_message")(Interleaved)
+refuse_old_names(rate="lr", share="active_fraction")(StepInfo)
+refuse_old_names(
+    at="params", gradient="needs_gradient", noise="needs_noise", one_by_one="sequential"
+)(SingleStep)
 
 __all__ = [
     "APFL",
@@ -107,15 +114,14 @@ __all__ = [
     "Loss",
     "Message",
     "Method",
-    "Moment",
-    "Once",
     "PFedMe",
     "PerFedAvg",
     "Phase",
     "PushDIGing",
+    "SingleStep",
     "Start",
+    "StepInfo",
     "Train",
     "Trained",
-    "find_method",
     "method_title",
 ]

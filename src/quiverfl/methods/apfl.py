@@ -18,21 +18,26 @@ from typing import NamedTuple
 
 import torch
 
+from quiverfl.methods.blocks import (
+    Weighting,
+    average_leaf,
+    model_params,
+    sample_weight,
+    weight_message,
+)
 from quiverfl.methods.contract import (
     Interleaved,
     Message,
     Method,
-    Moment,
-    Once,
     Phase,
+    SingleStep,
     Start,
+    StepInfo,
     Train,
 )
-from quiverfl.methods.options import Count, UnitInterval
-from quiverfl.methods.parts import model
-from quiverfl.methods.server import Weighting, averaged, sample_weight, weighted
 from quiverfl.methods.state import Personal, Scalar, Shared
-from quiverfl.task import Point, Task
+from quiverfl.options import Count, UnitInterval
+from quiverfl.task import Params, Task
 
 
 class APFLState(NamedTuple):
@@ -56,48 +61,48 @@ class APFL(Method[APFLState]):
     topology = "star"
 
     def init(self, task: Task, start: Start) -> APFLState:
-        alpha = start.point.shared.new_tensor(self.alpha)
+        alpha = start.params.shared.new_tensor(self.alpha)
         samples = sample_weight(start, self.weighting)
-        return APFLState(*start.point, *start.point, alpha=alpha, samples=samples)
+        return APFLState(*start.params, *start.params, alpha=alpha, samples=samples)
 
     def phases(self, task: Task) -> tuple[Phase[APFLState], ...]:
         """The own model first: it then sees the global one as it was before the batch."""
         train_own: Train[APFLState] = Train(
             part="whole",
-            point=lambda state: Point(state.own_u, state.own_v),
-            at=_mixture,
-            gradient=lambda g, _, state: Point(state.alpha * g.shared, state.alpha * g.personal),
-            absorb=lambda state, own: state._replace(own_u=own.shared, own_v=own.personal),
+            params=lambda state: Params(state.own_u, state.own_v),
+            gradient_at=_mixture,
+            gradient=lambda g, _, state: Params(state.alpha * g.shared, state.alpha * g.personal),
+            update=lambda state, own: state._replace(own_u=own.shared, own_v=own.personal),
         )
         train_global: Train[APFLState] = Train(
             part="whole",
-            point=model,
-            absorb=lambda state, trained: state._replace(u=trained.shared, v=trained.personal),
+            params=model_params,
+            update=lambda state, trained: state._replace(u=trained.shared, v=trained.personal),
         )
         both = Interleaved((train_own, train_global), epochs=self.epochs)
-        adapt = Once(self._adapt, gradient=True)
+        adapt = SingleStep(self._adapt, needs_gradient=True)
         return (adapt, both) if self.adaptive else (both,)
 
-    def _adapt(self, state: APFLState, moment: Moment) -> APFLState:
+    def _adapt(self, state: APFLState, info: StepInfo) -> APFLState:
         """Equation 10: α ← α - η ⟨v - w, ∇F(v̄)⟩, kept in [0, 1]."""
-        assert moment.gradient is not None
-        slope = torch.dot(state.own_u - state.u, moment.gradient.shared)
-        slope = slope + torch.dot(state.own_v - state.v, moment.gradient.personal)
-        return state._replace(alpha=(state.alpha - moment.rate * slope).clamp(0, 1))
+        assert info.gradient is not None
+        slope = torch.dot(state.own_u - state.u, info.gradient.shared)
+        slope = slope + torch.dot(state.own_v - state.v, info.gradient.personal)
+        return state._replace(alpha=(state.alpha - info.lr * slope).clamp(0, 1))
 
     def message(self, state: APFLState) -> Message:
-        return weighted(state.samples, u=state.u, v=state.v)
+        return weight_message(state.samples, u=state.u, v=state.v)
 
     def merge(self, state: APFLState, mixed: Message) -> APFLState:
-        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+        return state._replace(u=average_leaf(mixed, "u"), v=average_leaf(mixed, "v"))
 
-    def personal(self, state: APFLState) -> Point:
-        return _mixture(Point(state.own_u, state.own_v), state)
+    def personal(self, state: APFLState) -> Params:
+        return _mixture(Params(state.own_u, state.own_v), state)
 
 
-def _mixture(own: Point, state: APFLState) -> Point:
+def _mixture(own: Params, state: APFLState) -> Params:
     """v̄ = α v + (1 - α) w."""
-    return Point(
+    return Params(
         state.alpha * own.shared + (1 - state.alpha) * state.u,
         state.alpha * own.personal + (1 - state.alpha) * state.v,
     )

@@ -20,9 +20,9 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from quiverfl.methods.options import check_options
 from quiverfl.methods.state import State
-from quiverfl.task import Point, Seen, Task
+from quiverfl.options import check_options
+from quiverfl.task import ModelOutputs, Params, Task
 from quiverfl.training import Training
 
 Message: TypeAlias = dict[str, Tensor]
@@ -34,8 +34,8 @@ S = TypeVar("S", bound=State, default=Any)
 class Start:
     """What a client knows before the first round."""
 
-    point: Point  # its initial parameters
-    common: Point  # the initial parameters all clients could agree on
+    params: Params  # its initial parameters
+    common_params: Params  # the initial parameters all clients could agree on
     samples: int  # how many training samples it holds
     random: np.random.Generator  # its own stream
     features: tuple[int, ...]  # shape of what the head is given for one sample; () if unknown
@@ -43,23 +43,23 @@ class Start:
 
 
 class Trained(NamedTuple):
-    """What a Train phase reached: the model, and what it took."""
+    """What a Train phase returns: the trained model and what training took."""
 
     shared: Tensor
     personal: Tensor
     steps: Tensor  # steps this client took
-    rate: Tensor  # η of the round
-    reach: Tensor  # how far they move a parameter whose gradient is always 1: steps · η, plain SGD
-    share: Tensor  # of all clients, those who train in this round: |S| / N
+    lr: Tensor  # η of the round
+    effective_lr_sum: Tensor  # how far they move a parameter of gradient 1: steps · η, plain SGD
+    active_fraction: Tensor  # of all clients, those that train in this round: |S| / N
 
 
 @dataclass(frozen=True)
 class Lookahead(Generic[S]):
-    """A first gradient says where the second one, which is stepped along, is taken (SAM, MAML)."""
+    """A first gradient says where the second one, which the step follows, is taken (SAM, MAML)."""
 
-    to: Callable[[Point, Point, S], Point]
-    """(gradient, point, state) → point. An untrained part's gradient is an empty tensor."""
-    halves: bool = False
+    gradient_at: Callable[[Params, Params, S], Params]
+    """(gradient, params, state) → params. An untrained part's gradient is an empty tensor."""
+    split_batch: bool = False
     """The first gradient on the first half of the batch, the second on the rest."""
 
 
@@ -67,12 +67,12 @@ class Lookahead(Generic[S]):
 class Loss(Generic[S]):
     """A loss of the method's own, in place of the task's."""
 
-    of: Callable[[Seen, Tensor, S, tuple[Seen, ...]], Tensor]
-    """(seen, targets, state, what the teachers saw) → one number per sample, [n]."""
-    features: bool = False
-    """Whether it looks at what the head is given."""
-    teachers: Callable[[S], tuple[Point, ...]] | None = None
-    """Models that look at the same batch and are not trained."""
+    function: Callable[[ModelOutputs, Tensor, S, tuple[ModelOutputs, ...]], Tensor]
+    """(outputs, targets, state, the teachers' outputs) → one number per sample, [n]."""
+    needs_features: bool = False
+    """Whether it reads the features that the head is given."""
+    teachers: Callable[[S], tuple[Params, ...]] | None = None
+    """Models that are applied to the same batch and are not trained."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +80,29 @@ class Train(Generic[S]):
     """Steps on one part of the model; the rest is not even differentiated."""
 
     part: Part
-    point: Callable[[S], Point]
-    """What is stepped, and where its gradient is taken."""
-    absorb: Callable[[S, Trained], S]
-    """The state after training. The one given to it is the state before."""
+    params: Callable[[S], Params]
+    """The parameters that are stepped, and where their gradient is taken."""
+    update: Callable[[S, Trained], S]
+    """The state after training. The one given to it is the state before.
+
+    A client that takes no step keeps the state before: there is nothing to update.
+    """
     epochs: int | None = None
     steps: int | None = None
     """One of the two; neither inside Interleaved."""
     repeats: int = 1
     """Steps on the same batch before the next one."""
-    gradient: Callable[[Point, Point, S], Point] | None = None
-    """(gradient, point, state) → gradient, before clipping and decay."""
-    at: Callable[[Point, S], Point] | None = None
-    """(point, state) → where the gradient is taken, if not there; the trained part of it."""
+    gradient: Callable[[Params, Params, S], Params] | None = None
+    """(gradient, params, state) → gradient, before clipping and decay."""
+    gradient_at: Callable[[Params, S], Params] | None = None
+    """(params, state) → where the gradient is taken instead; its trained part is used."""
     lookahead: Lookahead[S] | None = None
     loss: Loss[S] | None = None
-    scale: Callable[[S], Tensor] | None = None
-    """Factor on the step: 1/μ for push-sum, where the engine steps z = u/μ."""
-    personal_rate: bool = False
+    lr_scale: Callable[[S], Tensor] | None = None
+    """Factor on the learning rate: 1/μ for push-sum, where the engine steps z = u/μ."""
+    use_personal_lr: bool = False
     """Step the personal part (if it is all that is trained, or with it) with personal_lr."""
-    sent: bool = True
+    trains_message: bool = True
     """Whether this phase trains what is sent: `epochs_per_client` then replaces `epochs`."""
     settings: Callable[[Training], Training] | None = None
     """Other optimizer settings for this phase only."""
@@ -108,48 +111,48 @@ class Train(Generic[S]):
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a Once step may know besides the state."""
+class StepInfo:
+    """What a SingleStep may know besides the state."""
 
     round: int
     rounds: int  # as planned, T
     training: Training
-    share: float  # of all clients, those who train in this round: |S| / N
-    gradient: Point | None = None  # of the plain loss on one batch
+    active_fraction: float  # of all clients, those that train in this round: |S| / N
+    gradient: Params | None = None  # of the plain loss on one batch
     statistics: Message | None = None
     noise: Tensor | None = None  # uniform in [0, 1), one per parameter, the shared part first
 
     @property
-    def rate(self) -> float:
-        return self.training.rate(self.round)
+    def lr(self) -> float:
+        return self.training.lr_at(self.round)
 
 
 @dataclass(frozen=True)
-class Once(Generic[S]):
-    """One step without a loop. What it asks for is computed; what it does not costs nothing."""
+class SingleStep(Generic[S]):
+    """One step without a loop. Only what it needs is computed."""
 
-    step: Callable[[S, Moment], S]
-    gradient: bool = False
-    noise: bool = False
-    statistics: Callable[[Seen, Tensor, Tensor, S], Message] | None = None
-    """(seen, targets, weights, state) → sums over all training samples; padding has weight 0."""
-    at: Callable[[S], Point] | None = None
-    """The model that gradient and statistics look through; `personal` unless given."""
-    one_by_one: bool = False
-    """For a step that branches on values: one client at a time, slowly."""
+    step: Callable[[S, StepInfo], S]
+    needs_gradient: bool = False
+    needs_noise: bool = False
+    statistics: Callable[[ModelOutputs, Tensor, Tensor, S], Message] | None = None
+    """(outputs, targets, weights, state) → sums over all training samples; padding has weight 0."""
+    params: Callable[[S], Params] | None = None
+    """The model that gradient and statistics are computed with; `personal` unless given."""
+    sequential: bool = False
+    """One client at a time, slowly: for a step that branches on values."""
 
 
 @dataclass(frozen=True)
 class Interleaved(Generic[S]):
     """Phases that take turns on every batch, each with the state that the one before left."""
 
-    phases: tuple[Train[S] | Once[S], ...]
+    phases: tuple[Train[S] | SingleStep[S], ...]
     epochs: int | None = None
     steps: int | None = None
-    sent: bool = True
+    trains_message: bool = True
 
 
-Phase: TypeAlias = Train[S] | Once[S] | Interleaved[S]
+Phase: TypeAlias = Train[S] | SingleStep[S] | Interleaved[S]
 
 
 class Method(Protocol[S]):
@@ -173,4 +176,4 @@ class Method(Protocol[S]):
     def phases(self, task: Task) -> tuple[Phase[S], ...]: ...
     def message(self, state: S) -> Message: ...
     def merge(self, state: S, mixed: Message) -> S: ...
-    def personal(self, state: S) -> Point: ...
+    def personal(self, state: S) -> Params: ...

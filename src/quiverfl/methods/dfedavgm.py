@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quiverfl.methods.blocks import model_params, train_whole
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count
-from quiverfl.methods.parts import model, train_whole
 from quiverfl.methods.state import Model
-from quiverfl.task import Point, Task
+from quiverfl.options import Count
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DFedAvgM(Method[Model]):
     topology = "random_regular"
 
     def init(self, task: Task, start: Start) -> Model:
-        return Model(*start.point)
+        return Model(*start.params)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         return (train_whole(self.epochs),)
@@ -41,5 +41,5 @@ class DFedAvgM(Method[Model]):
         """x(i) ← Σ_l w_{i,l} z(l)."""
         return Model(u=mixed["u"], v=mixed["v"])
 
-    def personal(self, state: Model) -> Point:
-        return model(state)
+    def personal(self, state: Model) -> Params:
+        return model_params(state)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quiverfl.methods.blocks import model_params, train_personal, train_shared, train_whole
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count
-from quiverfl.methods.parts import model, train_personal, train_shared, train_whole
 from quiverfl.methods.state import Model
-from quiverfl.task import Point, Task
+from quiverfl.options import Count
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class DFedAvgMP(Method[Model]):
     topology = "random_regular"
 
     def init(self, task: Task, start: Start) -> Model:
-        return Model(*start.point)
+        return Model(*start.params)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         if not self.alternating:
-            return (train_whole(self.shared_epochs, personal_rate=True),)
+            return (train_whole(self.shared_epochs, use_personal_lr=True),)
         return train_personal(self.personal_epochs), train_shared(self.shared_epochs)
 
     def message(self, state: Model) -> Message:
@@ -45,5 +45,5 @@ class DFedAvgMP(Method[Model]):
     def merge(self, state: Model, mixed: Message) -> Model:
         return Model(u=mixed["u"], v=state.v)
 
-    def personal(self, state: Model) -> Point:
-        return model(state)
+    def personal(self, state: Model) -> Params:
+        return model_params(state)

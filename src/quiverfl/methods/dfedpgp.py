@@ -13,26 +13,27 @@ Line numbers are those of its Algorithm 1 as printed, where `end` lines count.
     p_{j,i}    graph.weights    chosen by the topology, not here
 
 Differences from the paper: K counts epochs, as in its experiments, not single steps. The gradient
-at z is applied to u with η, as line 10 says, so z moves by η/μ; `step_floor` bounds μ in that
-quotient (off unless asked for). On `random_pull`, which the appendix says the experiments used,
-rows sum to 1, μ stays 1 and de-biasing does nothing.
+at z is applied to u with η, as line 10 says, so z moves by η/μ; `step` and `step_floor` choose
+otherwise (push_sum.py). On `random_pull`, which the appendix says the experiments used, rows sum to
+1, μ stays 1 and de-biasing does nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count, Positive
-from quiverfl.methods.pushsum import PushSumState, bias, debias, step_scale, unit_mass
-from quiverfl.task import Point, Task
+from quiverfl.methods.contract import Message, Start, Train
+from quiverfl.methods.push_sum import PushSumMethod, PushSumState, Step, bias, debias, unit_mass
+from quiverfl.options import Count, Positive
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
-class DFedPGP(Method[PushSumState]):
+class DFedPGP(PushSumMethod):
     personal_epochs: Count = 1
     shared_epochs: Count = 5
     step_floor: Positive | None = None
+    step: Step = "paper"
 
     name = "dfedpgp"
     title = "DFedPGP"
@@ -41,7 +42,7 @@ class DFedPGP(Method[PushSumState]):
 
     def init(self, task: Task, start: Start) -> PushSumState:
         """Line 1: z⁰ = u⁰, μ⁰ = 1."""
-        return PushSumState(*start.point, mu=unit_mass(start))
+        return PushSumState(*start.params, mu=unit_mass(start))
 
     def phases(self, task: Task) -> tuple[Train[PushSumState], ...]:
         """Lines 5-8: v at fixed z. Lines 9-12: u at fixed v, its gradient taken at z.
@@ -51,17 +52,17 @@ class DFedPGP(Method[PushSumState]):
         train_personal = Train(
             part="personal",
             epochs=self.personal_epochs,
-            point=self.personal,
-            absorb=lambda state, trained: state._replace(v=trained.personal),
-            personal_rate=True,
-            sent=False,
+            params=self.personal,
+            update=lambda state, trained: state._replace(v=trained.personal),
+            use_personal_lr=True,
+            trains_message=False,
         )
         train_shared = Train(
             part="shared",
             epochs=self.shared_epochs,
-            point=self.personal,
-            absorb=lambda state, trained: state._replace(u=bias(trained.shared, state.mu)),
-            scale=lambda state: step_scale(state.mu, self.step_floor),
+            params=self.personal,
+            update=lambda state, trained: state._replace(u=bias(trained.shared, state.mu)),
+            lr_scale=self.step_scale,
         )
         return train_personal, train_shared
 
@@ -73,6 +74,6 @@ class DFedPGP(Method[PushSumState]):
         """Lines 15-16: the sums of what arrived, with its own share."""
         return state._replace(u=mixed["u"], mu=mixed["mu"])
 
-    def personal(self, state: PushSumState) -> Point:
+    def personal(self, state: PushSumState) -> Params:
         """Line 17 and the output: (z, v)."""
-        return Point(debias(state.u, state.mu), state.v)
+        return Params(debias(state.u, state.mu), state.v)

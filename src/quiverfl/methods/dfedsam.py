@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quiverfl.methods.blocks import model_params, sam_lookahead, train_whole
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count, NotNegative
-from quiverfl.methods.parts import model, train_whole
-from quiverfl.methods.sharpness import ascend
 from quiverfl.methods.state import Model
-from quiverfl.task import Point, Task
+from quiverfl.options import Count, NotNegative
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class DFedSAM(Method[Model]):
     topology = "random_regular"
 
     def init(self, task: Task, start: Start) -> Model:
-        return Model(*start.point)
+        return Model(*start.params)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         """Lines 5-9: the gradient at y + ρ g/‖g‖, the step from y."""
-        return (train_whole(self.epochs, lookahead=ascend(self.rho)),)
+        return (train_whole(self.epochs, lookahead=sam_lookahead(self.rho)),)
 
     def message(self, state: Model) -> Message:
         return {"u": state.u, "v": state.v}
@@ -43,5 +42,5 @@ class DFedSAM(Method[Model]):
     def merge(self, state: Model, mixed: Message) -> Model:
         return Model(u=mixed["u"], v=mixed["v"])
 
-    def personal(self, state: Model) -> Point:
-        return model(state)
+    def personal(self, state: Model) -> Params:
+        return model_params(state)

@@ -1,36 +1,107 @@
-"""Dis-PFL: personal sparse masks, averaged coordinate by coordinate over those who keep it.
+"""Masks for sparse training: Erdős–Rényi-kernel densities, pruning and regrowing.
 
-Dai et al., "DisPFL: Towards Communication-Efficient Personalized Federated Learning via
-Decentralized Sparse Training", ICML 2022, Algorithms 1 and 2.
-
-    paper      here                            meaning
-    w_k        (state.u, state.v)              weights of client k, zero outside its mask
-    m_k        (mask_u, mask_v)                the mask the weights were trained under
-    m_k^{t+1}  (next_mask_u, next_mask_v)      the mask chosen after training, applied at the merge
-    α_t        pruning_rate(t)                 (rate/2) (1 + cos(π t / T))
-    c_k        density                         share of weights kept
-
-Settled here: random regrowth by default, as the published scripts do, or by the gradient's
-magnitude; the message is (mask ⊙ w, mask) with the mask trained under, so a regrown weight starts
-at its neighbours' average, or 0 where none of them has it.
+Evci et al., "Rigging the Lottery", ICML 2020: a tensor's density is proportional to the sum of its
+dimensions over their product; tensors that would exceed 1 are dense and the rest is solved again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.methods.contract import Message, Method, Moment, Once, Phase, Start
-from quiverfl.methods.masks import erk_counts, random_mask, regrown
-from quiverfl.methods.options import Count, Fraction, UnitInterval
-from quiverfl.methods.parts import model, train_whole
+from quiverfl.errors import QuiverError
+from quiverfl.methods.blocks import model_params, train_whole
+from quiverfl.methods.contract import Message, Method, Phase, SingleStep, Start, StepInfo
 from quiverfl.methods.state import Personal, Shared
-from quiverfl.task import Point, Task
+from quiverfl.options import Count, Fraction, UnitInterval
+from quiverfl.task import Params, Task
 from quiverfl.trees import Layout
+
+
+def erk_counts(shapes: Sequence[tuple[int, ...]], density: float) -> list[int]:
+    """How many weights of each tensor are kept; vectors and scalars are dense and count."""
+    sizes = [math.prod(shape) for shape in shapes]
+    dense = {i for i, shape in enumerate(shapes) if len(shape) <= 1}
+    budget = density * sum(sizes)
+    while True:
+        left = budget - sum(sizes[i] for i in dense)
+        if left < 0 and density < 1:
+            raise QuiverError(
+                f"method.density = {density}: the tensors that must be dense (biases and norms "
+                f"among them) already hold {sum(sizes[i] for i in dense)} of {sum(sizes)} "
+                "weights; choose a larger density."
+            )
+        sparse = [i for i in range(len(sizes)) if i not in dense]
+        raw = {i: sum(shapes[i]) / sizes[i] for i in sparse}
+        total = sum(raw[i] * sizes[i] for i in sparse)
+        scale = left / total if sparse else 0.0
+        exceeding = {i for i in sparse if scale * raw[i] > 1}
+        if not exceeding:
+            break
+        dense |= exceeding
+    return [sizes[i] if i in dense else round(scale * raw[i] * sizes[i]) for i in range(len(sizes))]
+
+
+def random_mask(layout: Layout, counts: Sequence[int], random: np.random.Generator) -> Tensor:
+    """Ones at `counts` random places of each tensor."""
+    mask = torch.zeros(layout.size)
+    for (_, part), size, count in zip(layout.slices.items(), layout.sizes, counts, strict=True):
+        mask[part][torch.from_numpy(random.permutation(size)[:count])] = 1
+    return mask
+
+
+def regrow_mask(
+    layout: Layout, weights: Tensor, mask: Tensor, scores: Tensor, rate: float
+) -> Tensor:
+    """Per tensor: drop the smallest share `rate` of the kept weights, regrow as many.
+
+    Places that were not kept before come first, those just dropped after them; among equals of
+    either, the largest score, then the lowest index.
+    """
+    parts = [
+        _regrow_tensor(weights[part], mask[part] > 0, scores[part], rate)
+        for part in layout.slices.values()
+    ]
+    return torch.cat(parts).to(mask.dtype)
+
+
+def _regrow_tensor(weights: Tensor, kept: Tensor, scores: Tensor, rate: float) -> Tensor:
+    """By ranks and not by lists of places, so that all clients can be computed together."""
+    count = torch.ceil(rate * kept.sum(dtype=torch.float64) - 1e-9)
+    dropped = kept & (_rank(torch.where(kept, weights.abs(), math.inf)) < count)
+    by_score = torch.argsort(scores, descending=True, stable=True)
+    turn = torch.where(kept, torch.where(dropped, 1, 2), 0)  # not kept before, just dropped, kept
+    order = by_score[torch.argsort(turn[by_score], stable=True)]
+    grown = torch.argsort(order) < count
+    return (kept & ~dropped) | grown
+
+
+def _rank(values: Tensor) -> Tensor:
+    """The place of every value in ascending order; among equals the lower index is first."""
+    return torch.argsort(torch.argsort(values, stable=True))
+
+
+# Dis-PFL: personal sparse masks, averaged coordinate by coordinate over those who keep it.
+#
+# Dai et al., "DisPFL: Towards Communication-Efficient Personalized Federated Learning via
+# Decentralized Sparse Training", ICML 2022, Algorithms 1 and 2.
+#
+#     paper      here                            meaning
+#     w_k        (state.u, state.v)              weights of client k, zero outside its mask
+#     m_k        (mask_u, mask_v)                the mask the weights were trained under
+#     m_k^{t+1}  (next_mask_u, next_mask_v)      the mask chosen after training, applied at merge
+#     α_t        pruning_rate(t)                 (rate/2) (1 + cos(π t / T))
+#     c_k        density                         share of weights kept
+#
+# Settled here: random regrowth by default, as the published scripts do, or by the gradient's
+# magnitude; the message is (mask ⊙ w, mask) with the mask trained under, so a regrown weight
+# starts at its neighbours' average, or 0 where none of them has it.
 
 
 class DisPFLState(NamedTuple):
@@ -57,38 +128,38 @@ class DisPFL(Method[DisPFLState]):
         """Equal weights times the client's own random mask of Erdős–Rényi-kernel densities."""
         layout = _whole(task)
         counts = erk_counts(layout.shapes, self.density)
-        mask = random_mask(layout, counts, start.random).to(start.point.shared)
+        mask = random_mask(layout, counts, start.random).to(start.params.shared)
         mask_u, mask_v = _halves(mask, task)
-        u, v = start.point.shared * mask_u, start.point.personal * mask_v
+        u, v = start.params.shared * mask_u, start.params.personal * mask_v
         return DisPFLState(u, v, mask_u, mask_v, mask_u, mask_v)
 
     def phases(self, task: Task) -> tuple[Phase, ...]:
         """Masked gradients keep masked weights at zero: no other projection is needed."""
         train = train_whole(
             self.epochs,
-            gradient=lambda gradient, _, state: Point(
+            gradient=lambda gradient, _, state: Params(
                 gradient.shared * state.mask_u, gradient.personal * state.mask_v
             ),
         )
-        search: Once[DisPFLState] = Once(
-            step=lambda state, moment: self._search(task, state, moment),
-            gradient=self.regrow == "gradient",
-            noise=self.regrow == "random",
+        search: SingleStep[DisPFLState] = SingleStep(
+            step=lambda state, info: self._search(task, state, info),
+            needs_gradient=self.regrow == "gradient",
+            needs_noise=self.regrow == "random",
         )
         return train, search
 
     def pruning_rate(self, round: int, rounds: int) -> float:
         return self.prune_rate / 2 * (1 + math.cos(math.pi * round / rounds))
 
-    def _search(self, task: Task, state: DisPFLState, moment: Moment) -> DisPFLState:
+    def _search(self, task: Task, state: DisPFLState, info: StepInfo) -> DisPFLState:
         """Mask search: prune the smallest, regrow as many, tensor by tensor."""
-        if moment.gradient is not None:
-            scores = torch.cat(moment.gradient).abs()
+        if info.gradient is not None:
+            scores = torch.cat(info.gradient).abs()
         else:
-            assert moment.noise is not None
-            scores = moment.noise
-        rate = self.pruning_rate(moment.round, moment.rounds)
-        mask = regrown(
+            assert info.noise is not None
+            scores = info.noise
+        rate = self.pruning_rate(info.round, info.rounds)
+        mask = regrow_mask(
             _whole(task),
             torch.cat([state.u, state.v]),
             torch.cat([state.mask_u, state.mask_v]),
@@ -109,8 +180,8 @@ class DisPFL(Method[DisPFLState]):
         v = _masked_mean(mixed["v"], mixed["mask_v"]) * next_v
         return DisPFLState(u, v, next_u, next_v, next_u, next_v)
 
-    def personal(self, state: DisPFLState) -> Point:
-        return model(state)
+    def personal(self, state: DisPFLState) -> Params:
+        return model_params(state)
 
     def payload(self, message: Message) -> Tensor:
         """The kept weights, and one bit of mask per weight."""

@@ -20,12 +20,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quiverfl.methods.blocks import (
+    Weighting,
+    average_leaf,
+    sample_weight,
+    train_whole,
+    weight_message,
+)
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count, NotNegative
-from quiverfl.methods.parts import train_whole
-from quiverfl.methods.server import Weighting, averaged, sample_weight, weighted
 from quiverfl.methods.state import Personal, Scalar, Shared
-from quiverfl.task import Point, Task
+from quiverfl.options import Count, NotNegative
+from quiverfl.task import Params, Task
 
 
 class DittoState(NamedTuple):
@@ -49,33 +54,33 @@ class Ditto(Method[DittoState]):
 
     def init(self, task: Task, start: Start) -> DittoState:
         samples = sample_weight(start, self.weighting)
-        return DittoState(*start.point, *start.point, samples=samples)
+        return DittoState(*start.params, *start.params, samples=samples)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         train_personal = Train(
             part="whole",
             epochs=self.personal_epochs,
-            point=self.personal,
-            absorb=lambda state, theta: state._replace(
+            params=self.personal,
+            update=lambda state, theta: state._replace(
                 theta_u=theta.shared, theta_v=theta.personal
             ),
-            gradient=self._regularized,
-            sent=False,
+            gradient=self._regularize,
+            trains_message=False,
         )
         return train_personal, train_whole(self.epochs)
 
-    def _regularized(self, gradient: Point, theta: Point, state: DittoState) -> Point:
+    def _regularize(self, gradient: Params, theta: Params, state: DittoState) -> Params:
         """∇F_k(v_k) + λ (v_k - w^t)."""
-        return Point(
+        return Params(
             gradient.shared + self.proximal * (theta.shared - state.u),
             gradient.personal + self.proximal * (theta.personal - state.v),
         )
 
     def message(self, state: DittoState) -> Message:
-        return weighted(state.samples, u=state.u, v=state.v)
+        return weight_message(state.samples, u=state.u, v=state.v)
 
     def merge(self, state: DittoState, mixed: Message) -> DittoState:
-        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+        return state._replace(u=average_leaf(mixed, "u"), v=average_leaf(mixed, "v"))
 
-    def personal(self, state: DittoState) -> Point:
-        return Point(state.theta_u, state.theta_v)
+    def personal(self, state: DittoState) -> Params:
+        return Params(state.theta_u, state.theta_v)

@@ -16,11 +16,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quiverfl.methods.blocks import (
+    ServerState,
+    Weighting,
+    average_leaf,
+    model_params,
+    sample_weight,
+    train_whole,
+    weight_message,
+)
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count
-from quiverfl.methods.parts import model, train_whole
-from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
-from quiverfl.task import Point, Task
+from quiverfl.options import Count
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
@@ -33,18 +40,18 @@ class FedAvg(Method[ServerState]):
     topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
-        return ServerState(*start.point, samples=sample_weight(start, self.weighting))
+        return ServerState(*start.params, samples=sample_weight(start, self.weighting))
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         """ClientUpdate(k, w): E epochs of SGD on the whole model."""
         return (train_whole(self.epochs),)
 
     def message(self, state: ServerState) -> Message:
-        return weighted(state.samples, u=state.u, v=state.v)
+        return weight_message(state.samples, u=state.u, v=state.v)
 
     def merge(self, state: ServerState, mixed: Message) -> ServerState:
         """w ← Σ_k (n_k / n) · w_k over the sampled clients."""
-        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+        return state._replace(u=average_leaf(mixed, "u"), v=average_leaf(mixed, "v"))
 
-    def personal(self, state: ServerState) -> Point:
-        return model(state)
+    def personal(self, state: ServerState) -> Params:
+        return model_params(state)

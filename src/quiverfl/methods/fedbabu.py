@@ -17,11 +17,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quiverfl.methods.blocks import (
+    ServerState,
+    Weighting,
+    average_leaf,
+    model_params,
+    sample_weight,
+    train_shared,
+    weight_message,
+)
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count, Positive
-from quiverfl.methods.parts import model, train_shared
-from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
-from quiverfl.task import Point, Task
+from quiverfl.options import Count, Positive
+from quiverfl.task import Params, Task
 from quiverfl.training import Training
 
 
@@ -38,27 +45,27 @@ class FedBABU(Method[ServerState]):
 
     def init(self, task: Task, start: Start) -> ServerState:
         samples = sample_weight(start, self.weighting)
-        return ServerState(u=start.point.shared, v=start.common.personal, samples=samples)
+        return ServerState(u=start.params.shared, v=start.common_params.personal, samples=samples)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         return (train_shared(self.epochs),)
 
     def message(self, state: ServerState) -> Message:
-        return weighted(state.samples, u=state.u)
+        return weight_message(state.samples, u=state.u)
 
     def merge(self, state: ServerState, mixed: Message) -> ServerState:
-        return state._replace(u=averaged(mixed, "u"))
+        return state._replace(u=average_leaf(mixed, "u"))
 
-    def personal(self, state: ServerState) -> Point:
-        return model(state)
+    def personal(self, state: ServerState) -> Params:
+        return model_params(state)
 
-    def adapt(self, task: Task) -> Train[Point]:
+    def adapt(self, task: Task) -> Train[Params]:
         """Fine-tuning of the copy that is evaluated: the state here is that copy."""
         return Train(
             part="whole",
             epochs=self.finetune_epochs,
-            point=lambda copy: copy,
-            absorb=lambda _, tuned: Point(tuned.shared, tuned.personal),
+            params=lambda copy: copy,
+            update=lambda _, tuned: Params(tuned.shared, tuned.personal),
             settings=self._finetuning,
         )
 

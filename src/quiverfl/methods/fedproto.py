@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Loss, Message, Method, Moment, Once, Phase, Start
-from quiverfl.methods.options import Count, NotNegative
-from quiverfl.methods.parts import model, train_whole
+from quiverfl.methods.blocks import model_params, train_whole
+from quiverfl.methods.contract import Loss, Message, Method, Phase, SingleStep, Start, StepInfo
 from quiverfl.methods.state import Personal, Replicated, Shared
-from quiverfl.task import Point, Seen, Task
+from quiverfl.options import Count, NotNegative
+from quiverfl.task import ModelOutputs, Params, Task
 
 
 class ProtoState(NamedTuple):
@@ -53,12 +53,15 @@ class FedProto(Method[ProtoState]):
                 "fedproto needs one head that is given a vector and returns a number per class: "
                 f"here it is given {start.features or 'nothing known'} and returns {start.outputs}."
             )
-        zero = start.point.shared.new_zeros(start.outputs[0], start.features[0])
-        return ProtoState(*start.point, zero, zero[:, 0], zero, zero[:, 0])
+        zero = start.params.shared.new_zeros(start.outputs[0], start.features[0])
+        return ProtoState(*start.params, zero, zero[:, 0], zero, zero[:, 0])
 
     def phases(self, task: Task) -> tuple[Phase[ProtoState], ...]:
         def drawn(
-            seen: Seen, targets: Tensor, state: ProtoState, teachers: tuple[Seen, ...]
+            seen: ModelOutputs,
+            targets: Tensor,
+            state: ProtoState,
+            teachers: tuple[ModelOutputs, ...],
         ) -> Tensor:
             """Equation 8: ℓ_S + λ · the distance to the class's prototype."""
             one = isinstance(targets, Tensor) and targets.ndim == 1
@@ -68,20 +71,20 @@ class FedProto(Method[ProtoState]):
             supervised: Tensor = task.loss(seen.outputs, targets)
             return supervised + self.proximal * state.known[targets] * away
 
-        return train_whole(self.epochs, loss=Loss(drawn, features=True)), Once(
+        return train_whole(self.epochs, loss=Loss(drawn, needs_features=True)), SingleStep(
             self._collect, statistics=self._per_class
         )
 
     def _per_class(
-        self, seen: Seen, targets: Tensor, weights: Tensor, state: ProtoState
+        self, seen: ModelOutputs, targets: Tensor, weights: Tensor, state: ProtoState
     ) -> Message:
         """Equation 3, before the division."""
         member = one_hot(targets, len(state.counts)).to(seen.features.dtype) * weights[:, None]
         return {"sums": member.T @ seen.features, "counts": member.sum(dim=0)}
 
-    def _collect(self, state: ProtoState, moment: Moment) -> ProtoState:
-        assert moment.statistics is not None
-        return state._replace(**moment.statistics)
+    def _collect(self, state: ProtoState, info: StepInfo) -> ProtoState:
+        assert info.statistics is not None
+        return state._replace(**info.statistics)
 
     def message(self, state: ProtoState) -> Message:
         """Copies, since a client that does not train next sends the same again."""
@@ -96,5 +99,5 @@ class FedProto(Method[ProtoState]):
             known=torch.where(held, 1.0, state.known),
         )
 
-    def personal(self, state: ProtoState) -> Point:
-        return model(state)
+    def personal(self, state: ProtoState) -> Params:
+        return model_params(state)

@@ -15,11 +15,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quiverfl.methods.blocks import (
+    ServerState,
+    Weighting,
+    average_leaf,
+    model_params,
+    sample_weight,
+    train_whole,
+    weight_message,
+)
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count, NotNegative
-from quiverfl.methods.parts import model, train_whole
-from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
-from quiverfl.task import Point, Task
+from quiverfl.options import Count, NotNegative
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
@@ -33,23 +40,23 @@ class FedProx(Method[ServerState]):
     topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
-        return ServerState(*start.point, samples=sample_weight(start, self.weighting))
+        return ServerState(*start.params, samples=sample_weight(start, self.weighting))
 
     def phases(self, task: Task) -> tuple[Train, ...]:
-        return (train_whole(self.epochs, gradient=self._held),)
+        return (train_whole(self.epochs, gradient=self._add_proximal),)
 
-    def _held(self, gradient: Point, w: Point, state: ServerState) -> Point:
+    def _add_proximal(self, gradient: Params, w: Params, state: ServerState) -> Params:
         """∇F_k(w) + μ (w - w^t); the state still is that of the start of the round."""
-        return Point(
+        return Params(
             gradient.shared + self.proximal * (w.shared - state.u),
             gradient.personal + self.proximal * (w.personal - state.v),
         )
 
     def message(self, state: ServerState) -> Message:
-        return weighted(state.samples, u=state.u, v=state.v)
+        return weight_message(state.samples, u=state.u, v=state.v)
 
     def merge(self, state: ServerState, mixed: Message) -> ServerState:
-        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+        return state._replace(u=average_leaf(mixed, "u"), v=average_leaf(mixed, "v"))
 
-    def personal(self, state: ServerState) -> Point:
-        return model(state)
+    def personal(self, state: ServerState) -> Params:
+        return model_params(state)

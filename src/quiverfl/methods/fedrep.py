@@ -16,11 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quiverfl.methods.blocks import (
+    ServerState,
+    Weighting,
+    average_leaf,
+    model_params,
+    sample_weight,
+    train_personal,
+    train_shared,
+    weight_message,
+)
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count
-from quiverfl.methods.parts import model, train_personal, train_shared
-from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
-from quiverfl.task import Point, Task
+from quiverfl.options import Count
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
@@ -34,16 +42,16 @@ class FedRep(Method[ServerState]):
     topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
-        return ServerState(*start.point, samples=sample_weight(start, self.weighting))
+        return ServerState(*start.params, samples=sample_weight(start, self.weighting))
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         return train_personal(self.personal_epochs), train_shared(self.shared_epochs)
 
     def message(self, state: ServerState) -> Message:
-        return weighted(state.samples, u=state.u)
+        return weight_message(state.samples, u=state.u)
 
     def merge(self, state: ServerState, mixed: Message) -> ServerState:
-        return state._replace(u=averaged(mixed, "u"))
+        return state._replace(u=average_leaf(mixed, "u"))
 
-    def personal(self, state: ServerState) -> Point:
-        return model(state)
+    def personal(self, state: ServerState) -> Params:
+        return model_params(state)

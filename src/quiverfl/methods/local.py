@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quiverfl.methods.blocks import model_params, train_whole
 from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count
-from quiverfl.methods.parts import model, train_whole
 from quiverfl.methods.state import Model
-from quiverfl.task import Point, Task
+from quiverfl.options import Count
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Local(Method[Model]):
     topology = "isolated"
 
     def init(self, task: Task, start: Start) -> Model:
-        return Model(*start.point)
+        return Model(*start.params)
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         return (train_whole(self.epochs),)
@@ -35,5 +35,5 @@ class Local(Method[Model]):
     def merge(self, state: Model, mixed: Message) -> Model:
         return state
 
-    def personal(self, state: Model) -> Point:
-        return model(state)
+    def personal(self, state: Model) -> Params:
+        return model_params(state)

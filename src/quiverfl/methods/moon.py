@@ -21,12 +21,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from quiverfl.methods.blocks import (
+    Weighting,
+    average_leaf,
+    model_params,
+    sample_weight,
+    weight_message,
+)
 from quiverfl.methods.contract import Loss, Message, Method, Start, Train
-from quiverfl.methods.options import Count, NotNegative, Positive
-from quiverfl.methods.parts import model
-from quiverfl.methods.server import Weighting, averaged, sample_weight, weighted
 from quiverfl.methods.state import Personal, Scalar, Shared
-from quiverfl.task import Point, Seen, Task
+from quiverfl.options import Count, NotNegative, Positive
+from quiverfl.task import ModelOutputs, Params, Task
 
 
 class MoonState(NamedTuple):
@@ -50,11 +55,14 @@ class MOON(Method[MoonState]):
 
     def init(self, task: Task, start: Start) -> MoonState:
         samples = sample_weight(start, self.weighting)
-        return MoonState(*start.point, *start.point, samples=samples)
+        return MoonState(*start.params, *start.params, samples=samples)
 
     def phases(self, task: Task) -> tuple[Train[MoonState], ...]:
         def contrastive(
-            seen: Seen, targets: Tensor, state: MoonState, teachers: tuple[Seen, ...]
+            seen: ModelOutputs,
+            targets: Tensor,
+            state: MoonState,
+            teachers: tuple[ModelOutputs, ...],
         ) -> Tensor:
             """Line 17: ℓ = ℓ_sup + μ ℓ_con."""
             received, previous = teachers
@@ -67,19 +75,19 @@ class MOON(Method[MoonState]):
             Train(
                 part="whole",
                 epochs=self.epochs,
-                point=model,
-                absorb=lambda state, trained: state._replace(
+                params=model_params,
+                update=lambda state, trained: state._replace(
                     u=trained.shared,
                     v=trained.personal,
                     previous_u=trained.shared,
                     previous_v=trained.personal,
                 ),
-                loss=Loss(contrastive, features=True, teachers=self._teachers),
+                loss=Loss(contrastive, needs_features=True, teachers=self._teachers),
             ),
         )
 
-    def _teachers(self, state: MoonState) -> tuple[Point, ...]:
-        return model(state), Point(state.previous_u, state.previous_v)
+    def _teachers(self, state: MoonState) -> tuple[Params, ...]:
+        return model_params(state), Params(state.previous_u, state.previous_v)
 
     def _contrast(self, own: Tensor, received: Tensor, previous: Tensor) -> Tensor:
         """Equation 3: -log of the share of the received model's similarity."""
@@ -89,10 +97,10 @@ class MOON(Method[MoonState]):
         return torch.logaddexp(near, far) - near
 
     def message(self, state: MoonState) -> Message:
-        return weighted(state.samples, u=state.u, v=state.v)
+        return weight_message(state.samples, u=state.u, v=state.v)
 
     def merge(self, state: MoonState, mixed: Message) -> MoonState:
-        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+        return state._replace(u=average_leaf(mixed, "u"), v=average_leaf(mixed, "v"))
 
-    def personal(self, state: MoonState) -> Point:
-        return model(state)
+    def personal(self, state: MoonState) -> Params:
+        return model_params(state)

@@ -8,30 +8,30 @@ import torch
 from torch import Tensor
 
 from quiverfl.methods.contract import Message, Method, Train
-from quiverfl.task import Point, Task
+from quiverfl.task import Params, Task
 
 
 @runtime_checkable
-class Adapts(Protocol):
+class AdaptsModels(Protocol):
     """A method whose models are fine-tuned, on a copy, before they are evaluated."""
 
-    def adapt(self, task: Task) -> Train[Point]: ...
+    def adapt(self, task: Task) -> Train[Params]: ...
 
 
 @runtime_checkable
-class Weighs(Protocol):
+class SizesMessages(Protocol):
     """A method whose messages take fewer bytes than their tensors, such as sparse ones."""
 
     def payload(self, message: Message) -> Tensor: ...
 
 
-def adaptation(method: Method, task: Task) -> Train | None:
-    return method.adapt(task) if isinstance(method, Adapts) else None
+def adaptation_phase(method: Method, task: Task) -> Train | None:
+    return method.adapt(task) if isinstance(method, AdaptsModels) else None
 
 
-def payload(method: Method, message: Message) -> Tensor:
+def message_bytes(method: Method, message: Message) -> Tensor:
     """Bytes the message of one client takes on the network, as a scalar tensor."""
-    return method.payload(message) if isinstance(method, Weighs) else dense_bytes(message)
+    return method.payload(message) if isinstance(method, SizesMessages) else dense_bytes(message)
 
 
 def dense_bytes(message: Message) -> Tensor:

@@ -12,24 +12,26 @@ and 2.
 `delay=0` is SGP, which the DFedPGP paper's row "OSGP" is: the directed version of DFedAvg, with
 local epochs. With a delay, μ < 1 between sending and absorbing, and messages in flight are part of
 the conserved mass. Differences from Assran et al.: local epochs in place of single steps; a message
-is absorbed exactly `delay` rounds later, nothing is drained at the end.
+is absorbed exactly `delay` rounds later, nothing is drained at the end. `step = "debiased"` moves z
+by η in place of η/w, and x by wη (push_sum.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quiverfl.methods.contract import Message, Method, Start, Train
-from quiverfl.methods.options import Count, Positive
-from quiverfl.methods.pushsum import PushSumState, bias, debias, step_scale, unit_mass
-from quiverfl.task import Point, Task
+from quiverfl.methods.contract import Message, Start, Train
+from quiverfl.methods.push_sum import PushSumMethod, PushSumState, Step, bias, debias, unit_mass
+from quiverfl.options import Count, Positive
+from quiverfl.task import Params, Task
 
 
 @dataclass(frozen=True)
-class OSGP(Method[PushSumState]):
+class OSGP(PushSumMethod):
     epochs: Count = 5
     delay: Count = 0
     step_floor: Positive | None = None
+    step: Step = "paper"
 
     name = "osgp"
     title = "OSGP"
@@ -37,19 +39,19 @@ class OSGP(Method[PushSumState]):
     mass = "mu"
 
     def init(self, task: Task, start: Start) -> PushSumState:
-        return PushSumState(*start.point, mu=unit_mass(start))
+        return PushSumState(*start.params, mu=unit_mass(start))
 
     def phases(self, task: Task) -> tuple[Train[PushSumState], ...]:
-        """x ← x - η ∇F(z), z = x / w recomputed after every step."""
+        """x ← x - η ∇F(z), z = x / w recomputed after every step; or x ← x - wη ∇F(z)."""
         return (
             Train(
                 part="whole",
                 epochs=self.epochs,
-                point=self.personal,
-                absorb=lambda state, z: state._replace(
+                params=self.personal,
+                update=lambda state, z: state._replace(
                     u=bias(z.shared, state.mu), v=bias(z.personal, state.mu)
                 ),
-                scale=lambda state: step_scale(state.mu, self.step_floor),
+                lr_scale=self.step_scale,
             ),
         )
 
@@ -59,5 +61,5 @@ class OSGP(Method[PushSumState]):
     def merge(self, state: PushSumState, mixed: Message) -> PushSumState:
         return PushSumState(u=mixed["u"], v=mixed["v"], mu=mixed["mu"])
 
-    def personal(self, state: PushSumState) -> Point:
-        return Point(debias(state.u, state.mu), debias(state.v, state.mu))
+    def personal(self, state: PushSumState) -> Params:
+        return Params(debias(state.u, state.mu), debias(state.v, state.mu))

@@ -16,11 +16,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quiverfl.methods.blocks import (
+    ServerState,
+    Weighting,
+    average_leaf,
+    model_params,
+    sample_weight,
+    train_whole,
+    weight_message,
+)
 from quiverfl.methods.contract import Lookahead, Message, Method, Start, Train
-from quiverfl.methods.options import Count, Positive
-from quiverfl.methods.parts import model, train_whole
-from quiverfl.methods.server import ServerState, Weighting, averaged, sample_weight, weighted
-from quiverfl.task import Point, Task
+from quiverfl.options import Count, Positive
+from quiverfl.task import Params, Task
 from quiverfl.training import Training
 
 
@@ -35,34 +42,34 @@ class PerFedAvg(Method[ServerState]):
     topology = "star"
 
     def init(self, task: Task, start: Start) -> ServerState:
-        return ServerState(*start.point, samples=sample_weight(start, self.weighting))
+        return ServerState(*start.params, samples=sample_weight(start, self.weighting))
 
     def phases(self, task: Task) -> tuple[Train, ...]:
         """Lines 7-8: w̃ = w - α ∇f(w, D), then w ← w - β ∇f(w̃, D')."""
-        return (train_whole(self.epochs, lookahead=Lookahead(self._inner, halves=True)),)
+        return (train_whole(self.epochs, lookahead=Lookahead(self._inner, split_batch=True)),)
 
-    def _inner(self, gradient: Point, w: Point, state: ServerState) -> Point:
-        return Point(
+    def _inner(self, gradient: Params, w: Params, state: ServerState) -> Params:
+        return Params(
             w.shared - self.inner_lr * gradient.shared,
             w.personal - self.inner_lr * gradient.personal,
         )
 
     def message(self, state: ServerState) -> Message:
-        return weighted(state.samples, u=state.u, v=state.v)
+        return weight_message(state.samples, u=state.u, v=state.v)
 
     def merge(self, state: ServerState, mixed: Message) -> ServerState:
-        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+        return state._replace(u=average_leaf(mixed, "u"), v=average_leaf(mixed, "v"))
 
-    def personal(self, state: ServerState) -> Point:
-        return model(state)
+    def personal(self, state: ServerState) -> Params:
+        return model_params(state)
 
-    def adapt(self, task: Task) -> Train[Point]:
+    def adapt(self, task: Task) -> Train[Params]:
         """One inner step on the copy that is evaluated: the state here is that copy."""
         return Train(
             part="whole",
             steps=1,
-            point=lambda copy: copy,
-            absorb=lambda _, adapted: Point(adapted.shared, adapted.personal),
+            params=lambda copy: copy,
+            update=lambda _, adapted: Params(adapted.shared, adapted.personal),
             settings=self._inner_settings,
         )
 

@@ -20,20 +20,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quiverfl.methods.blocks import Weighting, average_leaf, sample_weight, weight_message
 from quiverfl.methods.contract import (
     Interleaved,
     Message,
     Method,
-    Moment,
-    Once,
     Phase,
+    SingleStep,
     Start,
+    StepInfo,
     Train,
 )
-from quiverfl.methods.options import NotNegative, Number
-from quiverfl.methods.server import Weighting, averaged, sample_weight, weighted
 from quiverfl.methods.state import Personal, Scalar, Shared
-from quiverfl.task import Point, Task
+from quiverfl.options import NotNegative, Number
+from quiverfl.task import Params, Task
 
 
 class PFedMeState(NamedTuple):
@@ -57,44 +57,44 @@ class PFedMe(Method[PFedMeState]):
 
     def init(self, task: Task, start: Start) -> PFedMeState:
         samples = sample_weight(start, self.weighting)
-        return PFedMeState(*start.point, *start.point, samples=samples)
+        return PFedMeState(*start.params, *start.params, samples=samples)
 
     def phases(self, task: Task) -> tuple[Phase[PFedMeState], ...]:
-        begin: Once[PFedMeState] = Once(
+        begin: SingleStep[PFedMeState] = SingleStep(
             lambda state, _: state._replace(theta_u=state.u, theta_v=state.v)
         )
         solve = Train(
             part="whole",
-            point=self.personal,
-            absorb=lambda state, theta: state._replace(
+            params=self.personal,
+            update=lambda state, theta: state._replace(
                 theta_u=theta.shared, theta_v=theta.personal
             ),
-            gradient=self._regularized,
-            settings=lambda training: training.at_personal_rate(),
+            gradient=self._regularize,
+            settings=lambda training: training.with_personal_lr(),
             repeats=self.inner_steps,
         )
-        return begin, Interleaved((solve, Once(self._pull)), steps=self.steps)
+        return begin, Interleaved((solve, SingleStep(self._pull)), steps=self.steps)
 
-    def _regularized(self, gradient: Point, theta: Point, state: PFedMeState) -> Point:
+    def _regularize(self, gradient: Params, theta: Params, state: PFedMeState) -> Params:
         """∇ of h(θ; w) = f(θ) + λ/2 ‖θ - w‖² (equation 5)."""
-        return Point(
+        return Params(
             gradient.shared + self.proximal * (theta.shared - state.u),
             gradient.personal + self.proximal * (theta.personal - state.v),
         )
 
-    def _pull(self, state: PFedMeState, moment: Moment) -> PFedMeState:
+    def _pull(self, state: PFedMeState, info: StepInfo) -> PFedMeState:
         """Line 8: w ← w - η λ (w - θ̃)."""
-        way = moment.rate * self.proximal
+        way = info.lr * self.proximal
         return state._replace(
             u=state.u - way * (state.u - state.theta_u),
             v=state.v - way * (state.v - state.theta_v),
         )
 
     def message(self, state: PFedMeState) -> Message:
-        return weighted(state.samples, u=state.u, v=state.v)
+        return weight_message(state.samples, u=state.u, v=state.v)
 
     def merge(self, state: PFedMeState, mixed: Message) -> PFedMeState:
-        return state._replace(u=averaged(mixed, "u"), v=averaged(mixed, "v"))
+        return state._replace(u=average_leaf(mixed, "u"), v=average_leaf(mixed, "v"))
 
-    def personal(self, state: PFedMeState) -> Point:
-        return Point(state.theta_u, state.theta_v)
+    def personal(self, state: PFedMeState) -> Params:
+        return Params(state.theta_u, state.theta_v)

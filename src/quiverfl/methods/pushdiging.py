@@ -12,7 +12,9 @@ Time-Varying Graphs", SIAM Journal on Optimization 2017, Algorithm 2.
     α          Training.lr           one gradient a round; momentum has no use here
 
 The paper's update of y after communication is done at the start of the next round: the same thing,
-as y⁰ = ∇f(x⁰). Gradients are of one batch; with `batch_size = "all"` they are the paper's.
+as y⁰ = ∇f(x⁰). Gradients are of one batch; with `batch_size = "all"` they are the paper's. The step
+on x = u/v cannot be chosen (push_sum.py): y is pushed with u and grows and shrinks with v as u
+does, so x moves by α y/v, about α times the mean gradient; a step of v α y would be too short by v.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quiverfl.methods.contract import Message, Method, Moment, Once, Start
-from quiverfl.methods.pushsum import debias, unit_mass
+from quiverfl.methods.contract import Message, Method, SingleStep, Start, StepInfo
+from quiverfl.methods.push_sum import debias, unit_mass
 from quiverfl.methods.state import Personal, Scalar, Shared
-from quiverfl.task import Point, Task
+from quiverfl.task import Params, Task
 from quiverfl.training import Training
 
 
@@ -49,21 +51,21 @@ class PushDIGing(Method[TrackingState]):
     unused = ("momentum", "nesterov", "optimizer")
 
     def init(self, task: Task, start: Start) -> TrackingState:
-        zero = Point(*(torch.zeros_like(part) for part in start.point))
-        return TrackingState(*start.point, unit_mass(start), *zero, *zero)
+        zero = Params(*(torch.zeros_like(part) for part in start.params))
+        return TrackingState(*start.params, unit_mass(start), *zero, *zero)
 
-    def phases(self, task: Task) -> tuple[Once[TrackingState], ...]:
-        return (Once(self._track, gradient=True),)
+    def phases(self, task: Task) -> tuple[SingleStep[TrackingState], ...]:
+        return (SingleStep(self._track, needs_gradient=True),)
 
-    def _track(self, state: TrackingState, moment: Moment) -> TrackingState:
+    def _track(self, state: TrackingState, info: StepInfo) -> TrackingState:
         """y ← y + g - g_last; u ← u - α y."""
-        assert moment.gradient is not None
-        g = _whole_gradient(moment.gradient, self.personal(state), moment.training)
+        assert info.gradient is not None
+        g = _whole_gradient(info.gradient, self.personal(state), info.training)
         track_u = state.track_u + g.shared - state.last_u
         track_v = state.track_v + g.personal - state.last_v
         return state._replace(
-            u=state.u - moment.rate * track_u,
-            v=state.v - moment.rate * track_v,
+            u=state.u - info.lr * track_u,
+            v=state.v - info.lr * track_v,
             track_u=track_u,
             track_v=track_v,
             last_u=g.shared,
@@ -82,17 +84,17 @@ class PushDIGing(Method[TrackingState]):
     def merge(self, state: TrackingState, mixed: Message) -> TrackingState:
         return state._replace(**mixed)
 
-    def personal(self, state: TrackingState) -> Point:
-        return Point(debias(state.u, state.mu), debias(state.v, state.mu))
+    def personal(self, state: TrackingState) -> Params:
+        return Params(debias(state.u, state.mu), debias(state.v, state.mu))
 
 
-def _whole_gradient(gradient: Point, at: Point, training: Training) -> Point:
-    """Clipped and decayed as a step would be (docs/methods.md)."""
+def _whole_gradient(gradient: Params, at: Params, training: Training) -> Params:
+    """Clipped and decayed as a step would be (docs/reference/methods.md)."""
     factor: Tensor | float = 1.0
     if training.clip_norm is not None:
         norm = torch.linalg.vector_norm(torch.cat(gradient))
         factor = (training.clip_norm / norm).clamp(max=1)
-    return Point(
+    return Params(
         gradient.shared * factor + training.weight_decay * at.shared,
         gradient.personal * factor + training.weight_decay * at.personal,
     )

@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 import torch
 
+from quiverfl.methods.blocks import model_params
 from quiverfl.methods.contract import Message, Method, Start, Train, Trained
-from quiverfl.methods.options import Count
-from quiverfl.methods.parts import model
 from quiverfl.methods.state import Personal, Replicated, Shared
-from quiverfl.task import Point, Task
+from quiverfl.options import Count
+from quiverfl.task import Params, Task
 
 
 class ScaffoldState(NamedTuple):
@@ -50,38 +50,38 @@ class SCAFFOLD(Method[ScaffoldState]):
     topology = "star"
 
     def init(self, task: Task, start: Start) -> ScaffoldState:
-        zero = Point(*(torch.zeros_like(part) for part in start.point))
-        return ScaffoldState(*start.point, *zero, *zero, *zero)
+        zero = Params(*(torch.zeros_like(part) for part in start.params))
+        return ScaffoldState(*start.params, *zero, *zero, *zero)
 
     def phases(self, task: Task) -> tuple[Train[ScaffoldState], ...]:
         return (
             Train(
                 part="whole",
                 epochs=self.epochs,
-                point=model,
-                gradient=self._corrected,
-                absorb=self._controlled,
+                params=model_params,
+                gradient=self._correct_gradient,
+                update=self._update_control,
             ),
         )
 
-    def _corrected(self, gradient: Point, y: Point, state: ScaffoldState) -> Point:
+    def _correct_gradient(self, gradient: Params, y: Params, state: ScaffoldState) -> Params:
         """Line 10: g_i(y_i) - c_i + c."""
-        return Point(
+        return Params(
             gradient.shared - state.control_u + state.server_u,
             gradient.personal - state.control_v + state.server_v,
         )
 
-    def _controlled(self, state: ScaffoldState, y: Trained) -> ScaffoldState:
+    def _update_control(self, state: ScaffoldState, y: Trained) -> ScaffoldState:
         """Line 12, option II: c_i⁺ = c_i - c + (x - y_i) / (K η_l). Line 13: y and c_i⁺ - c_i."""
-        change_u = (state.u - y.shared) / y.reach - state.server_u
-        change_v = (state.v - y.personal) / y.reach - state.server_v
+        change_u = (state.u - y.shared) / y.effective_lr_sum - state.server_u
+        change_v = (state.v - y.personal) / y.effective_lr_sum - state.server_v
         return state._replace(
             u=y.shared,
             v=y.personal,
             control_u=state.control_u + change_u,
             control_v=state.control_v + change_v,
-            change_u=change_u * y.share,
-            change_v=change_v * y.share,
+            change_u=change_u * y.active_fraction,
+            change_v=change_v * y.active_fraction,
         )
 
     def message(self, state: ScaffoldState) -> Message:
@@ -103,5 +103,5 @@ class SCAFFOLD(Method[ScaffoldState]):
             change_v=torch.zeros_like(mixed["change_v"]),
         )
 
-    def personal(self, state: ScaffoldState) -> Point:
-        return model(state)
+    def personal(self, state: ScaffoldState) -> Params:
+        return model_params(state)

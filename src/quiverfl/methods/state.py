@@ -1,4 +1,4 @@
-"""The fields of a method's state. Their types say what shape they have; engine and peers read that.
+"""The fields of a method's state. Their types declare their shapes, which engine and peers read.
 
     class PushSumState(NamedTuple):
         u: Shared       # a vector like the shared parameters
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from quiverfl.methods.annotations import annotations_of
+from quiverfl.options import resolve_annotations
 
 Role: TypeAlias = Literal["shared", "personal", "scalar", "any"]
 
@@ -31,31 +31,31 @@ State: TypeAlias = tuple[Tensor, ...]
 """A NamedTuple of tensors, declared by each method."""
 
 
-def roles(kind: type) -> dict[str, Role]:
+def field_roles(kind: type) -> dict[str, Role]:
     """The role of every field of a state, in their order."""
     return _roles(kind)
 
 
 @cache
 def _roles(kind: Any) -> dict[str, Role]:
-    hints = annotations_of(kind)
+    hints = resolve_annotations(kind)
     return {name: _role(hints[name]) for name in getattr(kind, "_fields", ())}
 
 
-def replicated(kind: type) -> tuple[str, ...]:
+def replicated_fields(kind: type) -> tuple[str, ...]:
     """The fields that must be equal at all clients from the start."""
-    return _replicated(kind)
+    return _find_replicated(kind)
 
 
 @cache
-def _replicated(kind: Any) -> tuple[str, ...]:
-    marked = annotations_of(kind).items()
+def _find_replicated(kind: Any) -> tuple[str, ...]:
+    marked = resolve_annotations(kind).items()
     return tuple(name for name, hint in marked if "replicated" in getattr(hint, "__metadata__", ()))
 
 
-def fields_of(state: State, role: Role) -> dict[str, Tensor]:
+def select_fields(state: State, role: Role) -> dict[str, Tensor]:
     """The fields of one role, by name."""
-    pairs = zip(roles(type(state)).items(), state, strict=True)
+    pairs = zip(field_roles(type(state)).items(), state, strict=True)
     return {name: leaf for (name, kind), leaf in pairs if kind == role}
 
 

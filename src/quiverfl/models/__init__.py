@@ -11,15 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.models.cnn import cnn_small, fedavg_cnn, lenet5
-from quiverfl.models.mlp import MLP
-from quiverfl.models.resnet_gn import resnet8_gn, resnet18_gn
-from quiverfl.references import check_options, is_reference, load_callable, origin
+from quiverfl.errors import QuiverError
+from quiverfl.models.networks import MLP, cnn_small, fedavg_cnn, lenet5
+from quiverfl.models.resnet import resnet8_gn, resnet18_gn
+from quiverfl.support.references import Registry, check_options, describe_origin
 
 ModelFactory = Callable[..., nn.Module]
 
-MODELS: dict[str, ModelFactory] = {
+_MODELS: dict[str, ModelFactory] = {
     "mlp": MLP,
     "lenet5": lenet5,
     "cnn_small": cnn_small,
@@ -27,11 +26,12 @@ MODELS: dict[str, ModelFactory] = {
     "resnet8_gn": resnet8_gn,
     "resnet18_gn": resnet18_gn,
 }
+MODELS = Registry("model", _MODELS, own="module:function")
 
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     """A fresh model by its name in MODELS, or your own by `module:function`."""
-    factory = checked_factory(name, options)
+    factory = check_model(name, options)
     try:
         model = factory(input_shape, classes, **options)
     except QuiverError as error:
@@ -40,7 +40,7 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
         # Also whatever a function of your own raises: where it did is all they need.
         raise QuiverError(
             f"model {name!r} cannot be made for inputs {list(input_shape)}, {classes} classes and "
-            f"options {options}: {type(error).__name__}: {error} ({origin(error)})"
+            f"options {options}: {type(error).__name__}: {error} ({describe_origin(error)})"
         ) from error
     if not isinstance(model, nn.Module):
         raise QuiverError(
@@ -49,19 +49,8 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
     return model
 
 
-def checked_factory(name: str, options: Iterable[str]) -> ModelFactory:
+def check_model(name: str, options: Iterable[str]) -> ModelFactory:
     """The function behind a model's name; options that it does not take are refused."""
-    factory = model_factory(name)
+    factory = MODELS.find(name)
     check_options(f"model {name!r}", factory, options, "model", given=("input_shape", "classes"))
     return factory
-
-
-def model_factory(name: str) -> ModelFactory:
-    """The function behind a model's name."""
-    if is_reference(name):
-        return load_callable(name)
-    if name not in MODELS:
-        raise QuiverError(
-            f"unknown model {name!r}; {nearest(name, MODELS)} Your own: module:function."
-        )
-    return MODELS[name]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quiverfl.errors import QuiverError
+from quiverfl.options import python_number
 
 
 def lora(
@@ -34,15 +35,18 @@ def lora(
     `rank` unless given. `train` are prefixes of parameters that are trained as they are, such as
     a new head.
     """
+    rank, alpha = python_number(rank), python_number(alpha)
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise QuiverError(f"lora: rank = {rank!r}: it must be a whole number, at least 1.")
-    words = None if targets is None else _words("targets", targets)
-    whole = _words("train", train)
+    words = None if targets is None else _check_words("targets", targets)
+    whole = _check_words("train", train)
     layers = [
-        (name, layer) for name, layer in _layers(model) if not any(_below(name, p) for p in whole)
+        (name, layer)
+        for name, layer in _choose_layers(model)
+        if not any(_is_below(name, p) for p in whole)
     ]
     chosen = [
-        (name, layer) for name, layer in layers if words is None or _named(name, layer, words)
+        (name, layer) for name, layer in layers if words is None or _matches(name, layer, words)
     ]
     if not chosen:
         names = ", ".join(name for name, _ in layers) or "none"
@@ -50,7 +54,7 @@ def lora(
             f"lora: targets = {targets!r} match no linear or attention layer; there are: {names}."
         )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(_below(name, prefix) for prefix in whole))
+        parameter.requires_grad_(any(_is_below(name, prefix) for prefix in whole))
     scale = (rank if alpha is None else alpha) / rank
     adapted: dict[nn.Module, nn.Module] = {}
     for _, layer in chosen:
@@ -66,7 +70,7 @@ def lora(
     return adapted.get(model, model)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _choose_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Linear and attention layers by name; what is inside an attention layer belongs to it."""
     inside: set[str] = set()
     for name, module in model.named_modules():
@@ -77,19 +81,19 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _named(name: str, layer: nn.Module, words: Sequence[str]) -> bool:
+def _matches(name: str, layer: nn.Module, words: Sequence[str]) -> bool:
     text = f"{name} {type(layer).__name__}".lower()
     return any(word.lower() in text for word in words)
 
 
-def _words(option: str, given: Sequence[str]) -> tuple[str, ...]:
+def _check_words(option: str, given: Sequence[str]) -> tuple[str, ...]:
     words = (given,) if isinstance(given, str) else tuple(given)
     if not all(isinstance(word, str) and word for word in words):
         raise QuiverError(f"lora: {option} = {given!r}: give names, such as ('attention',).")
     return words
 
 
-def _below(name: str, prefix: str) -> bool:
+def _is_below(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
@@ -161,16 +165,16 @@ class LoraAttention(nn.Module):
         if not self.batch_first:
             parts = [part.transpose(0, 1) for part in parts]
         q, k, v = (self._heads(place, part) for place, part in enumerate(parts))
-        mask = _joined(attn_mask, key_padding_mask, q)
+        mask = _join_masks(attn_mask, key_padding_mask, q)
         weights = None
         if need_weights:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
             weights = (scores if mask is None else scores + mask).softmax(dim=-1)
-            found = F.dropout(weights, self.dropout, self.training) @ v
+            attended = F.dropout(weights, self.dropout, self.training) @ v
         else:
             dropped = self.dropout if self.training else 0.0
-            found = F.scaled_dot_product_attention(q, k, v, mask, dropped)
-        said: Tensor = self.out_proj(found.transpose(1, 2).flatten(2))
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropped)
+        said: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return (said if self.batch_first else said.transpose(0, 1)), weights
@@ -183,24 +187,24 @@ class LoraAttention(nn.Module):
         return projected.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
 
 
-def _joined(attention: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
+def _join_masks(attention: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
     """Both masks as one that is added to the scores; True means "not to be seen" in both."""
 
-    def added(mask: Tensor) -> Tensor:
+    def to_additive(mask: Tensor) -> Tensor:
         if mask.dtype != torch.bool:
             return mask.to(like.dtype)
         hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
         return hidden.masked_fill(mask, -math.inf)
 
-    found = None
+    combined = None
     if attention is not None:
         shape = attention.shape
-        found = (
-            added(attention)
+        combined = (
+            to_additive(attention)
             if len(shape) == 2
-            else added(attention).view(len(like), -1, *shape[1:])
+            else to_additive(attention).view(len(like), -1, *shape[1:])
         )
     if padding is not None:
-        hidden = added(padding)[:, None, None, :]
-        found = hidden if found is None else found + hidden
-    return found
+        hidden = to_additive(padding)[:, None, None, :]
+        combined = hidden if combined is None else combined + hidden
+    return combined

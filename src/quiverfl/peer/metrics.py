@@ -1,4 +1,4 @@
-"""What a peer counts, and showing it to Prometheus on loopback."""
+"""Counters and logs of a peer, its Prometheus endpoint on loopback, and a client for that."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+import urllib.error
+import urllib.request
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quiverfl.errors import QuiverError
@@ -16,32 +19,32 @@ from quiverfl.errors import QuiverError
 
 @dataclass
 class PeerMetrics:
-    """Counters since the start of the process; gauges are read from the node when asked for."""
+    """Counts since the start of the process; gauges are read from the node on demand."""
 
     counts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
-    tap: Callable[[bytes], None] | None = None  # sees every byte that leaves
-    _moved: dict[str, int] = field(default_factory=dict)  # in all, when last asked
+    tap: Callable[[bytes], None] | None = None  # a test hook that sees every byte that leaves
+    _last: dict[str, int] = field(default_factory=dict)  # byte counts at the last call
 
     def add(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
 
-    def refused(self, reason: str) -> None:
+    def count_refusal(self, reason: str) -> None:
         self.refusals[reason] += 1
 
-    def sent(self, frame: bytes) -> bytes:
+    def count_sent(self, frame: bytes) -> bytes:
         """Count a frame on its way out."""
         self.counts["sent_bytes"] += len(frame)
         if self.tap is not None:
             self.tap(frame)
         return frame
 
-    def moved(self) -> dict[str, int]:
-        """The bytes put on the network and taken from it since this was last asked."""
+    def count_new_bytes(self) -> dict[str, int]:
+        """Count the bytes sent and received since the last call."""
         counts = {name: self.counts[name] for name in ("sent_bytes", "received_bytes")}
-        since = {name: count - self._moved.get(name, 0) for name, count in counts.items()}
-        self._moved = counts
-        return since
+        new = {name: count - self._last.get(name, 0) for name, count in counts.items()}
+        self._last = counts
+        return new
 
 
 COUNTERS = {
@@ -56,13 +59,13 @@ COUNTERS = {
 
 GAUGES = {
     "round": "the round this peer is in",
-    "rounds_planned": "rounds there are in all",
+    "rounds_planned": "rounds of the run in all",
     "mass": "push-sum weight of this peer",
     "outbox": "shares not acknowledged yet",
     "outbox_age_seconds": "for how long the oldest of them has been tried",
     "staged": "shares waiting for the next commit",
     "commit_seconds": "duration of the last commit",
-    "absent": "neighbours that let a deadline pass and are not in step yet",
+    "absent": "neighbours that missed a deadline and are not in step yet",
     "overdrawn": "neighbours that must give mass back before they get more",
     "certificate_seconds": "time until the certificate expires",
     "store_bytes": "size of the store on disk",
@@ -71,7 +74,7 @@ GAUGES = {
 LABELLED = {
     "peer_info": ("who this is", ("name", "run")),
     "state": ("what the peer is doing", ("state",)),
-    "score": ("of the last evaluation", ("metric",)),
+    "score": ("result of the last evaluation", ("metric",)),
     "link_given": ("mass pushed to a neighbour in all", ("neighbour",)),
     "link_taken": ("mass taken from a neighbour in all", ("neighbour",)),
     "link_waiting_seconds": ("for how long a share to it has been tried", ("neighbour",)),
@@ -90,7 +93,7 @@ class Sample:
 def serve_metrics(
     address: str, metrics: PeerMetrics, samples: Callable[[], Iterable[Sample]]
 ) -> Any:
-    """A Prometheus endpoint; loopback only, since it has no authentication."""
+    """Serve a Prometheus endpoint, on loopback only, since it has no authentication."""
     from prometheus_client import CollectorRegistry, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -109,13 +112,13 @@ def serve_metrics(
             for reason, count in sorted(metrics.refusals.copy().items()):
                 refusals.add_metric([reason], count)
             yield refusals
-            found = list(samples())
+            current = list(samples())
             for name, text in GAUGES.items():
-                values = [sample.value for sample in found if sample.name == name]
+                values = [sample.value for sample in current if sample.name == name]
                 yield GaugeMetricFamily(f"quiver_{name}", text, value=sum(values))
             for name, (text, labels) in LABELLED.items():
                 family = GaugeMetricFamily(f"quiver_{name}", text, labels=labels)
-                for sample in found:
+                for sample in current:
                     if sample.name == name:
                         family.add_metric(sample.labels, sample.value)
                 yield family
@@ -149,7 +152,7 @@ def log_to_stderr() -> None:
 
 @dataclass
 class _Allowance:
-    """Of one kind of event: how many lines it may still write, and how many it was denied."""
+    """How many lines one kind of event may still write, and how many were dropped."""
 
     lines: float
     at: float
@@ -157,10 +160,10 @@ class _Allowance:
 
 
 class Log:
-    """Events with fields, for one peer.
+    """Writes events with fields, for one peer.
 
-    A kind of event gets a hundred lines at once and one a second after that, however often others
-    bring it about; the next line says how many were left out. The peer's own rounds are all told.
+    A kind of event may write a hundred lines at once and one a second after that, however often
+    others cause it. The next line says how many were left out. All rounds are logged.
     """
 
     BURST, A_SECOND = 100.0, 1.0
@@ -171,15 +174,15 @@ class Log:
         self._allowances: dict[str, _Allowance] = {}
 
     def __call__(self, event: str, level: int = logging.INFO, **fields: object) -> None:
-        dropped = 0 if event == "round" else self._dropped(event)
+        dropped = 0 if event == "round" else self._count_dropped(event)
         if dropped is None:
             return
         more = {"left_out": dropped} if dropped else {}
         fields = {"peer": self._name, **fields, **more}
         self._logger.log(level, event, extra={"fields": fields})
 
-    def _dropped(self, event: str) -> int | None:
-        """How many lines were left out before this one; None if this one is too."""
+    def _count_dropped(self, event: str) -> int | None:
+        """Count the lines left out before this one; None if this one is left out too."""
         now = time.monotonic()
         allowance = self._allowances.setdefault(event, _Allowance(self.BURST, now))
         earned = (now - allowance.at) * self.A_SECOND
@@ -193,3 +196,137 @@ class Log:
 
     def alarm(self, event: str, **fields: object) -> None:
         self(event, logging.ERROR, **fields)
+
+
+# Reading the metrics of several peers; nothing is changed at them.
+
+
+LARGEST = 1 << 22
+"""The most bytes read from an endpoint; a peer's answer is far smaller."""
+LATE = 1.0
+"""Seconds after which a share counts as waiting; every share takes a moment."""
+HISTORY = 600
+"""The number of past readings that the curves show."""
+
+
+@dataclass
+class LinkReading:
+    """What a peer's metrics say of one neighbour."""
+
+    neighbour: str
+    given: float = 0.0
+    taken: float = 0.0
+    waiting_seconds: float = 0.0
+
+
+@dataclass
+class PeerReading:
+    """What one peer shows at one moment."""
+
+    source: str
+    name: str
+    run: str = ""
+    state: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+    refusals: dict[str, float] = field(default_factory=dict)
+    links: list[LinkReading] = field(default_factory=list)
+    problem: str = ""  # why it cannot be read now
+
+
+def read_metrics(source: str, timeout: float = 3.0) -> PeerReading:
+    """Read an endpoint. A peer that does not answer gives a reading with a problem."""
+    try:
+        with urllib.request.urlopen(source, timeout=timeout) as answer:
+            text = answer.read(LARGEST).decode()
+        return parse_metrics(source, text)
+    except (urllib.error.URLError, OSError, ValueError) as problem:
+        reason = getattr(problem, "reason", None) or problem
+        return PeerReading(source, source, problem=f"cannot be seen: {reason}")
+
+
+def parse_metrics(source: str, text: str) -> PeerReading:
+    """Parse the text of a peer's metrics; raise ValueError if it is not a peer's."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    reading = PeerReading(source, "")
+    links: dict[str, LinkReading] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.startswith("quiver_"):
+                continue
+            name, labels = sample.name.removeprefix("quiver_"), sample.labels
+            if name == "peer_info":
+                reading.name, reading.run = labels["name"], labels["run"]
+            elif name == "state":
+                reading.state = labels["state"]
+            elif name == "score":
+                reading.scores[labels["metric"]] = sample.value
+            elif name == "refusals_total":
+                reading.refusals[labels["reason"]] = sample.value
+            elif name.startswith("link_"):
+                link = links.setdefault(labels["neighbour"], LinkReading(labels["neighbour"]))
+                setattr(link, name.removeprefix("link_"), sample.value)
+            elif not labels:
+                reading.values[name.removesuffix("_total")] = sample.value
+    if not reading.name:
+        raise ValueError("these are not the metrics of a peer")
+    reading.links = [links[name] for name in sorted(links)]
+    return reading
+
+
+def read_status(status: Mapping[str, Any]) -> PeerReading:
+    """Make a reading from a peer's status, for peers without an endpoint."""
+    values = {name: float(value) for name, value in status["counts"].items()}
+    values = {"sent_bytes": 0.0, "retries": 0.0, **values}
+    values |= {name: float(status[name]) for name in ("round", "mass")}
+    values["rounds_planned"] = float(status["rounds"])
+    return PeerReading(
+        source="",
+        name=status["name"],
+        state=status["state"],
+        values=values,
+        scores=dict(status["metrics"]),
+        refusals=dict(status["refusals"]),
+    )
+
+
+class MetricsClient:
+    """Reads all sources at the same time, and keeps the last readings for curves."""
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        self._sources = list(sources)
+        self._names: dict[str, str] = {}
+        self._past: dict[str, deque[tuple[float, float, float, float | None]]] = {}
+        self.peers: list[PeerReading] = []
+        self.at = 0.0
+
+    def read(self) -> list[PeerReading]:
+        with ThreadPoolExecutor(min(16, len(self._sources))) as pool:
+            readings = list(pool.map(read_metrics, self._sources))
+        self.at = time.time()
+        for peer in readings:
+            if peer.problem:  # it keeps its last name
+                peer.name = self._names.get(peer.source, peer.source)
+                continue
+            self._names[peer.source] = peer.name
+            moment = (self.at, peer.values["round"], peer.values["mass"], find_main_score(peer))
+            self._past.setdefault(peer.name, deque(maxlen=HISTORY)).append(moment)
+        self.peers = readings
+        return readings
+
+    def picture(self) -> dict[str, Any]:
+        """All readings, for the page."""
+        past = {name: list(moments) for name, moments in self._past.items()}
+        return {"at": self.at, "peers": [asdict(peer) for peer in self.peers], "past": past}
+
+
+def find_main_score(peer: PeerReading) -> float | None:
+    """Find the accuracy, or else the first score."""
+    return peer.scores.get("accuracy", next(iter(peer.scores.values()), None))
+
+
+def list_waiting(peers: Iterable[PeerReading]) -> list[tuple[str, LinkReading]]:
+    """List links whose share has been waiting for a while, longest first."""
+    waiting = [(p.name, link) for p in peers for link in p.links if link.waiting_seconds >= LATE]
+    return sorted(waiting, key=lambda pair: -pair[1].waiting_seconds)

@@ -1,7 +1,8 @@
-"""A peer's folder → the objects a peer runs with. Here experiments and peers meet."""
+"""From a peer's folder to the objects that it runs with: data, learner, store, node."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import warnings
 from collections.abc import Callable
@@ -9,51 +10,66 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 
-from quiverfl.config import Config, parse
-from quiverfl.data.dataset import Dataset, Integers
-from quiverfl.data.federated import FederatedData, federate
+from quiverfl.data.dataset import Dataset
+from quiverfl.data.federated import FederatedData, make_federated
 from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
+from quiverfl.data.sources.arrays import format_names
+from quiverfl.engine.checks.functions import check_functions
+from quiverfl.engine.checks.messages import check_transforms
+from quiverfl.engine.checks.peers import MessageSplit, check_peer_method, choose_message_split
+from quiverfl.engine.checks.probe import ModelProbe
+from quiverfl.engine.exchange.build import poison_training_data
 from quiverfl.engine.execution import check_kernels
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.splitting import Split, check_peer_method, splitting
-from quiverfl.engine.transform_checks import check_transforms
-from quiverfl.engine.transformed import trained_on
 from quiverfl.errors import QuiverError, QuiverWarning
-from quiverfl.experiment import (
+from quiverfl.methods.contract import Method
+from quiverfl.peer.accounts.ledger import UNIT, Accounts
+from quiverfl.peer.accounts.store import Memory, NoStore, Store, Trace
+from quiverfl.peer.accounts.transactions import make_first_entry
+from quiverfl.peer.context import OTHER_STEP, Agreement, PeerContext
+from quiverfl.peer.folder import OwnData, PeerFolder
+from quiverfl.peer.learner import Learner, ShardLearner
+from quiverfl.peer.link.identity import Identity, Roster, parse_certificate, verify_signature
+from quiverfl.peer.link.link import open_channel
+from quiverfl.peer.link.messages import Leaves, Manifest, is_finite
+from quiverfl.peer.link.wire import (
+    SERVICE,
+    Assembly,
+    Join,
+    Model,
+    WireError,
+    decode,
+    encode,
+    model_text,
+)
+from quiverfl.peer.node import Node
+from quiverfl.runs.config import Config, parse_config
+from quiverfl.runs.experiment import (
     load_data,
     make_method,
+    make_run_topology,
     make_task,
-    settings_of,
-    share_out,
-    topology_for,
+    partition_data,
 )
-from quiverfl.methods.contract import Method
-from quiverfl.peer.agreement import Agreement
-from quiverfl.peer.joining import create_store, join_store
-from quiverfl.peer.learner import ShardLearner
-from quiverfl.peer.ledger import UNIT
-from quiverfl.peer.node import Node
-from quiverfl.peer.peer_folder import OwnData, PeerFolder
-from quiverfl.peer.store import NoStore, Store
 from quiverfl.seeds import stream
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.privacy import DPSGD
-from quiverfl.trees import mapped
+from quiverfl.trees import tree_map
+from quiverfl.types import Integers
 
 CACHE = "cache"
+PULL_SECONDS = 600.0
+"""How long a newcomer may take to pull a model from one member."""
 Record = Callable[[dict[str, Any]], None]
 
 
-def _ignore(line: dict[str, Any]) -> None:
-    """Nobody keeps the history."""
-
-
-def configuration(folder: PeerFolder) -> Config:
-    config = parse(folder.experiment, str(folder.path / "run.toml"))
+def load_peer_config(folder: PeerFolder) -> Config:
+    config = parse_config(folder.agreed_experiment, str(folder.path / "run.toml"))
     members = len(folder.roster.members)
     if config.data.clients != members:
         raise QuiverError(
@@ -65,7 +81,7 @@ def configuration(folder: PeerFolder) -> Config:
 
 @dataclass(frozen=True, eq=False)
 class PeerParts:
-    """What a peer is made of, from its folder."""
+    """The objects that a peer is made of."""
 
     learner: ShardLearner
     method: Method
@@ -73,100 +89,118 @@ class PeerParts:
     topology: Topology
     config: Config
     partition: Partition
-    """Of all clients, as far as this peer knows their data."""
-    split: Split
+    """The partition of all clients, as far as this peer knows their data."""
+    split: MessageSplit
 
 
 def build_learner(folder: PeerFolder) -> PeerParts:
-    """The shard of this one client, with the same method objects as in a simulation."""
-    config, number = configuration(folder), folder.number
+    """Make the shard of this one client, with the same method objects as in a simulation."""
+    config, number = load_peer_config(folder), folder.number
     method = make_method(config)
     check_peer_method(method)
     if config.run.gradients:
         text = "run.gradients: no peer can measure them alone; only the simulation records them."
         warnings.warn(text, QuiverWarning, stacklevel=2)
     members = len(folder.roster.members)
-    topology = topology_for(config, method, members)
-    split = splitting(method, topology, config.run.rounds)
-    dataset = dataset_of(folder, config)
-    shares = share_out(config, dataset) if folder.own.data is None else _all_of(dataset)
-    data = _federated(config, dataset, shares)
-    data = data.only([number]) if folder.own.data is None else data
+    topology = make_run_topology(config, method, members)
+    split = choose_message_split(method, topology, config.run.rounds)
+    dataset = load_peer_dataset(folder, config)
+    shared = folder.own.data is None
+    partition = partition_data(config, dataset) if shared else _partition_whole(dataset)
+    data = _make_data(config, dataset, partition)
+    data = data.select([number]) if shared else data
     task = make_task(config, dataset)
-    settings = settings_of(config, members)
+    settings = config.run.for_clients(members)
     epochs = settings.epochs_per_client
-    mine = replace(
+    own_settings = replace(
         settings,
         device=folder.own.device,
-        # A lone client has nobody to be computed together with.
+        # A lone client has no group to be vectorised with.
         executor="sequential" if settings.executor == "auto" else settings.executor,
         epochs_per_client=None if epochs is None else (epochs[number],),
     )
-    check_kernels(task, mine)
+    check_kernels(task, own_settings)
+    probe = ModelProbe.here(task, data, settings.dtype)
+    check_functions(method, task, probe, config.training, alike=True)
     transforms = config.transforms()
-    as_peers = replace(settings, arithmetic="peers", epochs_per_client=mine.epochs_per_client)
+    as_peers = replace(
+        settings, arithmetic="peers", epochs_per_client=own_settings.epochs_per_client
+    )
     check_transforms(transforms, task, data, method, topology, as_peers)
     private = transforms.privacy
     shard = Shard(
         task,
-        trained_on(transforms, data, settings.seed, np.array([number]), members),
+        poison_training_data(transforms, data, settings.seed, np.array([number]), members),
         method,
-        config.training.training(),
-        mine,
+        config.training,
+        own_settings,
         clients=[number],
         private=private if isinstance(private, DPSGD) else None,
     )
-    if folder.own.data is not None:
-        shares = _placed(shares, number, members)
-    learner = ShardLearner(shard, task, method, transforms, members, topology.looks)
-    return PeerParts(learner, method, task, topology, config, shares, split)
+    if not shared:
+        partition = _place_client(partition, number, members)
+    learner = ShardLearner(shard, task, method, transforms, members, topology.reports)
+    return PeerParts(learner, method, task, topology, config, partition, split)
 
 
-def _federated(config: Config, dataset: Dataset, shares: Partition) -> FederatedData:
+def _make_data(config: Config, dataset: Dataset, partition: Partition) -> FederatedData:
     augment = None if config.data.augment == "none" else config.data.augment
-    return federate(dataset, shares, augment, config.data.mapped)
+    return make_federated(dataset, partition, augment, config.data.mapped)
 
 
-def dataset_of(folder: PeerFolder, config: Config) -> Dataset:
-    """This peer's own data set, or the run's."""
+def load_peer_dataset(folder: PeerFolder, config: Config) -> Dataset:
+    """Load this peer's own data set, or the run's."""
     if folder.own.data is None:
         return load_data(config)
-    return own_dataset(folder.own.data, folder.path)
+    return load_own_dataset(folder.own.data, folder.path)
 
 
-def own_dataset(own: OwnData, folder: Path) -> Dataset:
-    """Read with its arrays kept in the peer's folder, for its owner's eyes alone."""
-    place = {"path": folder / own.path} if own.path else {}
+def load_own_dataset(own: OwnData, folder: Path) -> Dataset:
+    """Load a data set whose cache stays in the peer's folder, which only its owner can read."""
+    location = {"path": folder / own.path} if own.path else {}
     cache = folder / CACHE
     cache.mkdir(mode=0o700, exist_ok=True)
-    dataset = load_dataset(own.name, own.root, cache, **place, **own.options)
+    dataset = load_dataset(own.name, own.root, cache, **location, **own.options)
+    _check_numbering(own, dataset)
     if len(dataset.test_y) or not own.test_share:
         return dataset
-    return _held_out(dataset, own.test_share)
+    return _hold_out(dataset, own.test_share)
 
 
-def _held_out(dataset: Dataset, share: float) -> Dataset:
-    """Set a part of the training examples aside for testing, the same one at every start."""
+def _check_numbering(own: OwnData, dataset: Dataset) -> None:
+    """Refuse whole-number labels that were numbered by what this one file happens to hold."""
+    names = list(dataset.class_names)
+    whole = all(name.lstrip("-").isdecimal() for name in names)
+    if whole and names != [str(label) for label in range(len(names))]:
+        raise QuiverError(
+            f"{own.path or own.name}: the labels are {format_names(names)}, and a peer that holds "
+            "others would number them otherwise: set options.classes under [data] of peer.toml, "
+            "the same at all peers (--data-option classes=COUNT); labels are then 0 … COUNT - 1."
+        )
+
+
+def _hold_out(dataset: Dataset, fraction: float) -> Dataset:
+    """Set a fraction of the training examples aside for testing, the same one at every start."""
     order = stream(0, "peer test", len(dataset.train_y)).permutation(len(dataset.train_y))
-    count = max(1, int(len(order) * share))
+    count = max(1, int(len(order) * fraction))
     test, train = np.sort(order[:count]), np.sort(order[count:])
-    learned = dataset.train_target
+    target = dataset.train_target
     return replace(
         dataset,
-        train_x=mapped(lambda leaf: leaf[train], dataset.train_x),
+        train_x=tree_map(lambda leaf: leaf[train], dataset.train_x),
         train_y=dataset.train_y[train],
-        test_x=mapped(lambda leaf: leaf[test], dataset.train_x),
+        test_x=tree_map(lambda leaf: leaf[test], dataset.train_x),
         test_y=dataset.train_y[test],
-        train_target=None if learned is None else mapped(lambda leaf: leaf[train], learned),
-        test_target=None if learned is None else mapped(lambda leaf: leaf[test], learned),
+        train_target=None if target is None else tree_map(lambda leaf: leaf[train], target),
+        test_target=None if target is None else tree_map(lambda leaf: leaf[test], target),
         train_owner=None,
         test_owner=None,
         owner_names=(),
     )
 
 
-def _all_of(dataset: Dataset) -> Partition:
-    """Everything in the data set belongs to this one client."""
+def _partition_whole(dataset: Dataset) -> Partition:
+    """Give the whole data set to this one client."""
     parts = [np.arange(len(y)) for y in (dataset.train_y, dataset.test_y)]
     counts = [
         np.bincount(y, minlength=dataset.classes)[None] for y in (dataset.train_y, dataset.test_y)
@@ -174,16 +208,16 @@ def _all_of(dataset: Dataset) -> Partition:
     return Partition((parts[0],), (parts[1],), counts[0], counts[1])
 
 
-def _placed(own: Partition, number: int, clients: int) -> Partition:
-    """The one client of `own` among all of them, of whose data nothing is known."""
+def _place_client(own: Partition, number: int, clients: int) -> Partition:
+    """Put the one client of `own` among all clients, of whose data nothing is known."""
 
     def tuples(part: tuple[Integers, ...]) -> tuple[Integers, ...]:
         return tuple(part[0] if n == number else part[0][:0] for n in range(clients))
 
     def rows(counts: Integers) -> Integers:
-        placed = np.zeros((clients, counts.shape[1]), dtype=np.int64)
-        placed[number] = counts[0]
-        return placed
+        matrix = np.zeros((clients, counts.shape[1]), dtype=np.int64)
+        matrix[number] = counts[0]
+        return matrix
 
     return Partition(
         tuples(own.train), tuples(own.test), rows(own.train_counts), rows(own.test_counts)
@@ -194,50 +228,47 @@ async def assemble(
     folder: PeerFolder,
     join: bool = False,
     trust_store: bool = False,
-    record: Record = _ignore,
+    record: Record = lambda line: None,
     parts: PeerParts | None = None,
 ) -> Node:
-    """A node on a folder, its store opened, founded or joined."""
+    """Make a node on a folder; its store is opened, founded or joined."""
     folder.identity()
     parts = parts or build_learner(folder)
     agreement = folder.agreement(parts.learner.manifest)
-    store = await _opened(folder, parts.learner, agreement, join)
+    store = await _open_store(folder, parts.learner, agreement, join)
     _check_agreement(folder, store, agreement)
     if parts.config.transforms().privacy is not None and folder.peers.noise == "secret":
-        parts.learner.draw_noise_from(_secret(store))
+        parts.learner.draw_noise_from(_load_secret(store))
     run = parts.config.run
     settings = folder.settings(run.rounds, run.evaluate_every, trust_store)
     rule = parts.config.transforms().robustness
     settings = replace(settings, copies=parts.split == "copies", rule=rule)
-    return Node(
-        parts.learner,
-        parts.topology,
-        store,
-        folder.path,
-        agreement,
-        settings,
-        folder.limits(),
-        record=record,
-    )
+    ctx = PeerContext.open(folder.path, store, agreement, folder.limits())
+    return Node(ctx, parts.learner, parts.topology, settings, record)
 
 
-def _secret(store: Store) -> bytes:
-    """Of this peer's noise: made once, and kept, so that a round done again sends the same."""
+def _load_secret(store: Store) -> bytes:
+    """Load the secret of this peer's noise, made once, so that a repeated round sends the same."""
     if not store.meta("noise"):
-        store.note("noise", secrets.token_hex(32))
+        store.save_meta("noise", secrets.token_hex(32))
     return bytes.fromhex(store.meta("noise"))
 
 
 def _check_agreement(folder: PeerFolder, store: Store, agreement: Agreement) -> None:
-    if store.meta("agreement") != agreement.hash:
+    store_agreement = store.meta("agreement")
+    if store_agreement != agreement.hash:
         store.close()
+        if store_agreement == agreement.earlier_hash:
+            raise QuiverError(f"{folder.store} was begun with the paper's step η/μ: {OTHER_STEP}")
         raise QuiverError(
             f"{folder.store} belongs to another run or configuration: run.toml, the model or the "
             "shape of the data has changed since it was made. Put it back, or start a new folder."
         )
 
 
-async def _opened(folder: PeerFolder, learner: ShardLearner, agreement: Any, join: bool) -> Store:
+async def _open_store(
+    folder: PeerFolder, learner: ShardLearner, agreement: Agreement, join: bool
+) -> Store:
     try:
         return Store.open(folder.store)
     except NoStore:
@@ -246,8 +277,8 @@ async def _opened(folder: PeerFolder, learner: ShardLearner, agreement: Any, joi
         return create_store(folder.store, learner, agreement)
 
 
-def restored_learner(folder: PeerFolder) -> ShardLearner:
-    """The learner as its store has it, for export."""
+def restore_learner(folder: PeerFolder) -> ShardLearner:
+    """Make the learner as its store has it, for export."""
     learner = build_learner(folder).learner
     store = Store.open(folder.store)
     _check_agreement(folder, store, folder.agreement(learner.manifest))
@@ -263,3 +294,96 @@ def restored_learner(folder: PeerFolder) -> ShardLearner:
         )
     learner.merge(memory.message, accounts.units / UNIT)
     return learner
+
+
+# A new store: founded, or joined to a run that is under way
+
+
+def create_store(
+    folder: Path, learner: Learner, agreement: Agreement, trace: Trace = lambda point: None
+) -> Store:
+    """Make a founder's store: the initial model, μ = 1."""
+    message = learner.message()
+    memory = Memory(message, learner.rest())
+    accounts = Accounts(agreement.name, UNIT)
+    entry = make_first_entry("start", message)
+    return Store.create(folder, accounts, memory, entry, agreement.hash, trace)
+
+
+async def join_store(
+    folder: Path, learner: Learner, agreement: Agreement, roster: Roster, keys: Path
+) -> Store:
+    """Make a newcomer's store: a neighbour's z with a mass of its own, recorded as a join."""
+    identity, incarnation = Identity.read(keys), secrets.token_hex(8)
+    problems = []
+    for member in roster.members:
+        if member.name == agreement.name or member.dials_out:
+            continue
+        try:
+            async with asyncio.timeout(PULL_SECONDS):
+                join = Join(
+                    agreement=agreement.hash,
+                    sender=agreement.name,
+                    receiver=member.name,
+                    incarnation=incarnation,
+                    nonce=secrets.token_hex(32),
+                )
+                round, message = await _pull_model(join, roster, identity, agreement.manifest)
+        except (grpc.aio.AioRpcError, WireError, TimeoutError) as problem:
+            problems.append(f"{member.name}: {_describe(problem)}")
+            continue
+        memory = Memory(message, learner.rest())
+        accounts = Accounts(agreement.name, UNIT, round=round)
+        entry = make_first_entry("join", message, round)
+        return Store.create(
+            folder, accounts, memory, entry, agreement.hash, incarnation=incarnation
+        )
+    raise QuiverError(f"no peer could be joined: {'; '.join(problems)}.")
+
+
+async def _pull_model(
+    join: Join, roster: Roster, identity: Identity, manifest: Manifest
+) -> tuple[int, Leaves]:
+    member = roster.member(join.receiver)
+    channel = open_channel(member.address, member.name, identity)
+    try:
+        call = channel.unary_stream(f"/{SERVICE}/Pull")(encode(join))
+        header = decode(Model, await _read_frame(call))
+        _check_source(join, header, roster)
+        if header.manifest != manifest.hash or header.nbytes != manifest.nbytes:
+            raise WireError("manifest", "its model is another one.")
+        assembly = Assembly(manifest.nbytes, header.digest)
+        while not assembly.complete:
+            assembly.add(await _read_frame(call))
+        message = manifest.unpack_whole(assembly.payload())
+        if not is_finite(message):
+            raise WireError("not finite", "its model is not finite.")
+        return header.round, {leaf: values.copy() for leaf, values in message.items()}
+    finally:
+        await channel.close()
+
+
+def _check_source(join: Join, header: Model, roster: Roster) -> None:
+    """Refuse a model that is not signed with the key that the roster has of the member asked."""
+    pem = header.certificate.encode()
+    try:
+        genuine = roster.identify(pem) == join.receiver
+    except QuiverError as problem:
+        raise WireError("identity", str(problem)) from None
+    if not genuine or not verify_signature(
+        parse_certificate(pem), header.signature, model_text(join, header)
+    ):
+        raise WireError("identity", "its signature does not fit its key in the roster.")
+
+
+async def _read_frame(call: Any) -> bytes:
+    frame = await call.read()
+    if not isinstance(frame, bytes):
+        raise WireError("truncated", "it closed the stream early.")
+    return frame
+
+
+def _describe(problem: Exception) -> str:
+    if isinstance(problem, grpc.aio.AioRpcError):
+        return f"{problem.code().name} {problem.details()}"
+    return str(problem) or type(problem).__name__

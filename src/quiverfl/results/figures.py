@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from quiverfl.results import numbers
-from quiverfl.results.curve_data import (
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.results import formatting as numbers
+from quiverfl.results.curves import (
+    AXIS_WORDS,
+    MOST_POINTS,
     Against,
-    Floats,
     Range,
-    curves,
-    extremes,
+    combine_seeds,
     has_moving_mass,
     is_logarithmic,
-    shown_range,
+    make_curves,
+    visible_range,
 )
+from quiverfl.results.formatting import write_result_file
 from quiverfl.results.groups import Group, common_metric
-from quiverfl.results.output_files import replace_file
 from quiverfl.results.scores import run_scores
-from quiverfl.results.summary import Report
+from quiverfl.results.summary import STAGES, Report, client_frame, headline_metric, mean_by_round
+from quiverfl.types import Floats
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -56,12 +64,6 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "quiver",
 }
-AXIS_WORDS = {
-    "rounds": "rounds",
-    "bytes": "bytes over the network",
-    "steps": "local steps, all clients together",
-}
-MOST_POINTS = 400
 _WIDEST_LABEL = 26
 
 
@@ -78,7 +80,7 @@ def draw_curves(
     `late` scales by the later values, so that those who end close together can be told apart.
     """
     metric = metric or common_metric(groups)
-    drawn = curves(groups, stage, against, metric)
+    drawn = make_curves(groups, stage, against, metric)
     for one in drawn:
         style, label = one.group.style, one.group.label
         if one.level:
@@ -98,7 +100,7 @@ def draw_curves(
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
     if late:
-        _scale(axes, shown_range(drawn))
+        _scale(axes, visible_range(drawn))
     _label_spent(axes, against)
     _label_metric(axes, metric, "y")
 
@@ -141,7 +143,7 @@ def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
     for position, group in enumerate(moving):
         # Methods on one graph have one μ: dashes let the line below be seen.
         dashes = "-" if not position else (0, (4, 2 + 2 * position))
-        low, high = extremes(group, "mu_min", np.min), extremes(group, "mu_max", np.max)
+        low, high = combine_seeds(group, "mu_min", np.min), combine_seeds(group, "mu_max", np.max)
         rounds, color = low.index.to_numpy() + 1, group.style.color
         axes.fill_between(rounds, low, high, color=color, alpha=alpha, linewidth=0)
         for edge in (low, high):
@@ -155,7 +157,7 @@ def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
 def draw_consensus(axes: Axes, groups: Sequence[Group]) -> None:
     """How far the clients' shared parts are apart after each round."""
     for group in groups:
-        distance = extremes(group, "consensus", np.mean)
+        distance = combine_seeds(group, "consensus", np.mean)
         if len(distance):
             rounds = distance.index.to_numpy() + 1
             axes.plot(rounds, distance, color=group.style.color, label=group.label)
@@ -164,25 +166,61 @@ def draw_consensus(axes: Axes, groups: Sequence[Group]) -> None:
     _label_spent(axes, "rounds")
 
 
-def picture(draw: Callable[[Axes], None], width: float = 5.4, height: float = 3.3) -> Figure:
-    """One axes in the house style; sizes in inches."""
+def make_figure(draw: Callable[[Axes], None], width: float = 5.4, height: float = 3.3) -> Figure:
+    """A figure of one axes in the house style; sizes are in inches."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure.add_subplot())
     return figure
 
 
-def write_figure(figure: Figure, path: Path) -> None:
-    """PNG, SVG or PDF by the ending of the name; dates are left out so that equal is equal."""
-    buffer = io.BytesIO()
-    kind = path.suffix.lstrip(".") or "png"
+def make_panels(
+    rows: Sequence[Sequence[tuple[str, Callable[[Axes], None]]]],
+    size: tuple[float, float],
+    key: Sequence[Artist] = (),
+    collect_key: bool = False,
+    **options: Any,
+) -> Figure:
+    """A figure of titled panels in rows, with a common key below them; sizes are in inches.
+
+    The key has the given artists, or with `collect_key` what the panels label. `options` are those
+    of matplotlib's `Figure.subplots`.
+    """
     with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, format=kind, dpi=200, metadata=_undated(kind))
-    replace_file(path, buffer.getvalue())
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(len(rows), len(rows[0]), squeeze=False, **options)
+        for panels, line in zip(rows, grid, strict=True):
+            for (title, draw), axes in zip(panels, line, strict=True):
+                draw(axes)
+                axes.set_title(title)
+        artists = {str(artist.get_label()): artist for artist in key}
+        for axes in figure.axes if collect_key else ():
+            handles, labels = axes.get_legend_handles_labels()
+            artists |= zip(labels, handles, strict=True)
+        if artists:
+            labels, handles, columns = list(artists), list(artists.values()), min(6, len(artists))
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    return figure
 
 
-def _undated(kind: str) -> dict[str, None]:
-    return {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+def render_figure(
+    figure: Figure,
+    format: str,
+    dpi: float | Literal["figure"] = 200,
+    style: Any = None,
+    **options: Any,
+) -> bytes:
+    """The figure as PNG, SVG or PDF. Equal figures give equal bytes: the date is left out."""
+    buffer = io.BytesIO()
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(format, {})
+    with matplotlib.rc_context(STYLE if style is None else style):
+        figure.savefig(buffer, format=format, dpi=dpi, metadata=metadata, **options)
+    return buffer.getvalue()
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write PNG, SVG or PDF, by the ending of the name."""
+    write_result_file(path, render_figure(figure, path.suffix.lstrip(".") or "png"))
 
 
 def _some(points: int, turn: int, turns: int) -> tuple[int, int]:
@@ -210,7 +248,7 @@ def _label_spent(axes: Axes, against: Against) -> None:
     if against == "bytes":
         axes.xaxis.set_major_formatter(FuncFormatter(_short_size))
     elif against == "steps":
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.whole(value)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.format_count(value)))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
     if axes.get_xscale() == "linear" and against != "rounds":
@@ -226,12 +264,84 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def _short_size(count: float, _: object) -> str:
-    return numbers.size(count).replace(".0 ", " ")
+    return numbers.format_bytes(count).replace(".0 ", " ")
 
 
 def _label_metric(axes: Axes, metric: str, side: Literal["x", "y"]) -> None:
     axis = axes.xaxis if side == "x" else axes.yaxis
-    if numbers.is_share(metric):
+    if numbers.is_percentage(metric):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     words = f"test {metric}"
     (axes.set_xlabel if side == "x" else axes.set_ylabel)(words)
+
+
+_COLUMNS = ("round", "stage", "client")
+
+
+class NotebookFigure(Figure):
+    """A matplotlib figure that a notebook shows by itself."""
+
+    def _repr_png_(self) -> bytes:
+        return render_figure(self, "png", dpi=110)
+
+
+def plot_run(
+    history: pd.DataFrame, title: str, metric: str | None = None, stage: str | None = None
+) -> NotebookFigure:
+    """Plot the mean over clients at both stages or at one, with the quartiles of the clients."""
+    _check_stage(stage)
+    lines = {name: (history, name) for name in (STAGES if stage is None else (stage,))}
+    return _plot_means(lines, metric, title, (5.8, 3.5), quartiles=True)
+
+
+def plot_runs(
+    histories: Mapping[str, pd.DataFrame], stage: str = "mixed", metric: str | None = None
+) -> NotebookFigure:
+    """Plot the mean over clients of several runs at one stage."""
+    _check_stage(stage)
+    lines = {label: (history, stage) for label, history in histories.items()}
+    return _plot_means(lines, metric, f"stage {stage}", (6.4, 3.8), quartiles=False)
+
+
+def _plot_means(
+    lines: Mapping[str, tuple[pd.DataFrame, str]],
+    metric: str | None,
+    title: str,
+    size: tuple[float, float],
+    quartiles: bool,
+) -> NotebookFigure:
+    """A line for each (history, stage): its mean over clients against rounds."""
+    metric = _check_metric([history for history, _ in lines.values()], metric)
+    with matplotlib.rc_context(STYLE):
+        figure = NotebookFigure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        for label, (history, stage) in lines.items():
+            values = client_frame(history, stage, metric)
+            if not len(values):
+                continue
+            rounds = values.index.to_numpy() + 1
+            (line,) = axes.plot(rounds, mean_by_round(values), label=label)
+            if quartiles:
+                low, high = (values.quantile(part, axis=1) for part in (0.25, 0.75))
+                axes.fill_between(rounds, low, high, color=line.get_color(), alpha=0.14, lw=0)
+        axes.set_title(title)
+        _label_spent(axes, "rounds")
+        _label_metric(axes, metric, "y")
+        if len(axes.lines):
+            axes.legend()
+    return figure
+
+
+def _check_stage(stage: str | None) -> None:
+    if stage is not None and stage not in STAGES:
+        raise QuiverError(f"stage {stage!r}: {suggest(str(stage), STAGES)}")
+
+
+def _check_metric(histories: list[pd.DataFrame], metric: str | None) -> str:
+    evaluated = [history for history in histories if len(history)]
+    if not evaluated:
+        raise QuiverError("nothing was evaluated: there are no learning curves to draw.")
+    known = [name for name in evaluated[0].columns if name not in _COLUMNS]
+    if metric is not None and metric not in known:
+        raise QuiverError(f"no metric {metric!r}; {suggest(metric, known)}")
+    return headline_metric(evaluated[0]) if metric is None else metric

@@ -19,7 +19,7 @@ class Style:
     marker: str
 
 
-_OWN = {
+METHOD_STYLES = {
     "local": Style("#6E6E6E", "o"),
     "fedavg": Style("#0072B2", "s"),
     "fedper": Style("#56B4E9", "D"),
@@ -50,7 +50,7 @@ GLYPHS = {
 }
 """The markers as letters, for legends in text."""
 
-_COLORS = (*(style.color for style in reversed(_OWN.values())), "#000000", "#661100")
+_COLORS = (*(style.color for style in reversed(METHOD_STYLES.values())), "#000000", "#661100")
 _POOL = tuple(
     Style(color, tuple(GLYPHS)[(place + turn) % len(GLYPHS)])
     for turn in range(len(GLYPHS))
@@ -58,27 +58,29 @@ _POOL = tuple(
 )
 
 
-def plain(method: str) -> str:
+def normalize_method(method: str) -> str:
     """`dis-pfl`, `Dis_PFL` and `dispfl` are one method."""
     return "".join(letter for letter in method.lower() if letter.isalnum())
 
 
-def styles(methods: Sequence[str]) -> list[Style]:
+def assign_styles(methods: Sequence[str]) -> list[Style]:
     """A style for each, in this order: its own the first time, otherwise the one least in use.
 
     That is a colour nobody has, then one that few have with a marker that few have.
     """
-    names = [plain(method) for method in methods]
-    first = [name in _OWN and name not in names[:place] for place, name in enumerate(names)]
-    taken = Counter(_OWN[name] for name, own in zip(names, first, strict=True) if own)
+    names = [normalize_method(method) for method in methods]
+    first = [
+        name in METHOD_STYLES and name not in names[:place] for place, name in enumerate(names)
+    ]
+    taken = Counter(METHOD_STYLES[name] for name, own in zip(names, first, strict=True) if own)
     given = []
     for name, own in zip(names, first, strict=True):
-        given.append(_OWN[name] if own else _free(taken))
+        given.append(METHOD_STYLES[name] if own else _least_used(taken))
         taken[given[-1]] += not own
     return given
 
 
-def _free(taken: Counter[Style]) -> Style:
+def _least_used(taken: Counter[Style]) -> Style:
     colors: Counter[str] = Counter()
     markers: Counter[str] = Counter()
     for style, times in taken.items():
@@ -100,13 +102,13 @@ _PAPER = ("#440154", "#3b528b", "#21908c", "#5dc863", "#c7a300")
 """Further colours of the paper's figures."""
 
 
-def themed(color: str) -> str:
+def theme_color(color: str) -> str:
     """A colour as a page writes it: one that has a counterpart on dark follows the page."""
     known = color.lower()
     return f"var(--c{known[1:]})" if known in ON_DARK else color
 
 
-def theme() -> str:
+def theme_css() -> str:
     """The style sheet's lines that give every themed colour its two values."""
     lines = (f"--c{light[1:]}: light-dark({light}, {dark});" for light, dark in ON_DARK.items())
     return f":root {{ {' '.join(lines)} }}\n"

@@ -7,6 +7,7 @@ was resumed from an earlier checkpoint, counts once, as it was recorded last.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping
@@ -19,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.errors import QuiverError
-from quiverfl.results.output_files import replace_file
-from quiverfl.results.palette import plain
-from quiverfl.results.protocol import EvaluationProtocol
+from quiverfl.results.formatting import write_result_file
+from quiverfl.results.palette import normalize_method
 from quiverfl.results.summary import (
     Evaluation,
-    by_client,
+    EvaluationProtocol,
+    client_frame,
+    drop_attackers,
     history_frame,
-    honest,
     rounds_frame,
 )
 
@@ -89,6 +90,8 @@ class RunResult:
     """Clients that were made to attack: in the history, and in no table."""
     member: Mapping[str, Any] = field(default_factory=dict)
     """Of what one peer recorded: its name, its client's number, the run and its mode."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Digests of its data and of code that is not Quiver's, by their names."""
 
     @cached_property
     def method(self) -> str:
@@ -118,6 +121,16 @@ class RunResult:
         return int(self._section("data").get("clients") or 0)
 
     @cached_property
+    def partition_digests(self) -> Mapping[str, str]:
+        """Of every array that says which samples a client has; empty where none is recorded."""
+        arrays = _read_partition(self.path / "partition.npz", samples=True)
+        return {
+            name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+            for name, array in arrays.items()
+            if name != "names"  # they decide nothing
+        }
+
+    @cached_property
     def test_samples(self) -> pd.Series | None:
         """How many test samples each client has."""
         import pandas as pd
@@ -135,8 +148,8 @@ class RunResult:
     def values(self, stage: str, metric: str) -> pd.DataFrame:
         """Evaluated rounds × clients (see `summary.by_client`)."""
         if (stage, metric) not in self._tables:
-            self._tables[stage, metric] = by_client(
-                honest(self.history, self.attackers), stage, metric
+            self._tables[stage, metric] = client_frame(
+                drop_attackers(self.history, self.attackers), stage, metric
             )
         return self._tables[stage, metric]
 
@@ -204,18 +217,19 @@ def read_run(folder: Path) -> RunResult:
         names=tuple(str(name) for name in partition.get("names", ())),
         protocol=_protocol(summary.get("protocol")),
         finished=bool(summary.get("finished", False)),
-        diverged=_place(summary.get("diverged")),
+        diverged=_divergence(summary.get("diverged")),
         attackers=tuple(int(client) for client in written.get("attackers", ())),
         member=_mapping(written.get("member")),
+        inputs={str(k): str(v) for k, v in _mapping(written.get("inputs")).items()},
     )
 
 
-def finish(folder: Path) -> None:
+def finish_history(folder: Path) -> None:
     """Write history.parquet and rounds.parquet from the lines recorded while running."""
     for name in ("history", "rounds"):
         buffer = io.BytesIO()
         _frame(folder / f"{name}.jsonl").to_parquet(buffer, index=False)
-        replace_file(folder / f"{name}.parquet", buffer.getvalue())
+        write_result_file(folder / f"{name}.parquet", buffer.getvalue())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -251,7 +265,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def evaluation(line: Mapping[str, Any]) -> Evaluation:
+def read_evaluation(line: Mapping[str, Any]) -> Evaluation:
     """A line of history.jsonl as it was recorded: JSON has no NaN and says null."""
     columns = {
         name: np.array([np.nan if value is None else value for value in values], dtype=np.float64)
@@ -264,7 +278,7 @@ def _frame(path: Path) -> pd.DataFrame:
     """The lines of history.jsonl or rounds.jsonl as a frame."""
     lines = read_lines(path)
     if path.stem == "history":
-        return history_frame(evaluation(line) for line in lines)
+        return history_frame(read_evaluation(line) for line in lines)
     return rounds_frame(lines)
 
 
@@ -273,7 +287,7 @@ def _read_frame(folder: Path, name: str) -> pd.DataFrame:
 
     lines, parquet = folder / f"{name}.jsonl", folder / f"{name}.parquet"
     # A finished run that was extended has newer lines than its Parquet files.
-    if parquet.exists() and not (_changed(lines) > _changed(parquet)):
+    if parquet.exists() and not (_modified_at(lines) > _modified_at(parquet)):
         try:
             return pd.read_parquet(parquet)
         except (OSError, ValueError) as problem:
@@ -296,8 +310,8 @@ def _method(written: Mapping[str, Any]) -> tuple[str, int | None]:
     title, order = _text(said.get("title")), said.get("order")
     if title is None:
         first = list(_FIRST_TITLES)
-        title = _FIRST_TITLES.get(plain(name), name.rpartition(":")[2])
-        order = first.index(plain(name)) if plain(name) in first else None
+        title = _FIRST_TITLES.get(normalize_method(name), name.rpartition(":")[2])
+        order = first.index(normalize_method(name)) if normalize_method(name) in first else None
     return title, order if isinstance(order, int) else None
 
 
@@ -305,17 +319,18 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _changed(path: Path) -> float:
+def _modified_at(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _read_partition(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays but for the samples' numbers, of which there may be very many."""
+def _read_partition(path: Path, samples: bool = False) -> dict[str, npt.NDArray[Any]]:
+    """The arrays; the samples' numbers, of which there may be very many, only if asked for."""
     if not path.exists():
         return {}
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays if not name.endswith("_indices")}
+            wanted = [name for name in arrays if samples or not name.endswith("_indices")]
+            return {name: arrays[name] for name in wanted}
     except Exception as problem:  # numpy raises whatever the damaged bytes lead it to
         raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
 
@@ -334,7 +349,7 @@ def _counts(array: Any) -> Counts | None:
     return np.asarray(array, dtype=np.int64)
 
 
-def _place(record: Any) -> tuple[int, int] | None:
+def _divergence(record: Any) -> tuple[int, int] | None:
     if not isinstance(record, dict) or not {"round", "client"} <= set(record):
         return None
     return int(record["round"]), int(record["client"])

@@ -6,37 +6,46 @@ over seeds is that of a sample (divided by n - 1) and NaN with one seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.results.groups import Group, common_metric, settings
-from quiverfl.results.palette import plain
-from quiverfl.results.protocol import Weighting
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.results.groups import (
+    Group,
+    are_comparable,
+    common_metric,
+    experiment_settings,
+    split_by_case,
+)
+from quiverfl.results.palette import normalize_method
 from quiverfl.results.run_files import RunResult
 from quiverfl.results.summary import (
     STAGES,
     Report,
-    best_round,
+    Weighting,
     client_scores,
-    costs,
+    cost_column,
+    describe_spread,
+    find_best_round,
     higher_is_better,
     mean_by_round,
-    per_round,
-    spread,
+    sum_costs,
 )
 
 COSTS = ("bytes", "busiest_bytes", "steps", "seconds")
 
 
-def comparison(
+def compare_groups(
     groups: Sequence[Group], report: Report = "last", weighting: Weighting = "uniform"
 ) -> pd.DataFrame:
     """One row per experiment: both stages (mean, spreads, worst tenth, gap to Local) and costs."""
     metric = common_metric(groups)
-    return pd.DataFrame([_row(group, groups, report, weighting, metric) for group in groups])
+    cases = split_by_case(groups)
+    return pd.DataFrame(
+        [_score_row(group, cases[group.case], report, weighting, metric) for group in groups]
+    )
 
 
 def run_scores(
@@ -49,51 +58,62 @@ def run_scores(
     return client_scores(values, report, metric, _weights(run, weighting))
 
 
-def rounds_to_target(groups: Sequence[Group], target: float, stage: str = "local") -> pd.DataFrame:
+def rounds_to_target(
+    groups: Sequence[Group], target: float | Mapping[str, float], stage: str = "local"
+) -> pd.DataFrame:
     """Rounds, bytes and local steps until the mean over clients first reaches the target.
 
-    The paper's Tables 2 and 7: rounds are counted from 1, a method that does not reach the target
-    with every seed has none, and speed-ups are over the slowest method that does.
+    Rounds are counted from 1. A method that does not reach the target with every seed has none.
+    Speed-ups are over the slowest method of the case that does. Cases may have targets of their
+    own, by their names.
     """
     metric = common_metric(groups)
     rows = []
     for group in groups:
-        reached = [_first_at(run, target, stage, metric) for run in group.runs]
-        arrived = [costs_then for costs_then in reached if costs_then is not None]
+        goal = target[group.case] if isinstance(target, Mapping) else target
+        costs = [_first_reaching(run, goal, stage, metric) for run in group.runs]
+        reached = [cost for cost in costs if cost is not None]
         row: dict[str, object] = {
             "label": group.label,
+            "case": group.case,
+            "method": group.method,
             "seeds": len(group.runs),
-            "reached": len(arrived),
+            "reached": len(reached),
         }
         for position, name in enumerate(("rounds", "bytes", "steps")):
-            numbers = [numbers[position] for numbers in arrived]
-            everybody = len(arrived) == len(group.runs)
+            numbers = [cost[position] for cost in reached]
+            everybody = len(reached) == len(group.runs)
             row[name] = float(np.mean(numbers)) if everybody else np.nan
-            row[f"{name}_seed_std"] = _seed_std(numbers) if everybody else np.nan
+            row[f"{name}_seed_std"] = seed_std(numbers) if everybody else np.nan
         rows.append(row)
     frame = pd.DataFrame(rows)
-    frame["speedup"] = frame["rounds"].max() / frame["rounds"]
+    frame["speedup"] = frame.groupby("case")["rounds"].transform("max") / frame["rounds"]
     return frame
 
 
-def group_called(groups: Sequence[Group], name: str) -> Group:
+def find_group(groups: Sequence[Group], name: str) -> Group:
     """The experiment with this label, or the only one with this method."""
     for group in groups:
         if group.label == name:
             return group
-    same = [g for g in groups if plain(name) in (plain(g.method), plain(g.title))]
+    same = [
+        g
+        for g in groups
+        if normalize_method(name) in (normalize_method(g.method), normalize_method(g.title))
+    ]
     if len(same) == 1:
         return same[0]
     labels = [group.label for group in groups]
     reason = "could be several of these runs" if same else "is none of these runs"
-    raise QuiverError(f"{name!r} {reason}: {nearest(name, labels)}")
+    raise QuiverError(f"{name!r} {reason}: {suggest(name, labels)}")
 
 
-def _row(
+def _score_row(
     group: Group, groups: Sequence[Group], report: Report, weighting: Weighting, metric: str
 ) -> dict[str, object]:
     row: dict[str, object] = {
         "label": group.label,
+        "case": group.case,
         "method": group.method,
         "topology": group.first.topology,
         "clients": group.first.clients,
@@ -102,19 +122,21 @@ def _row(
         "metric": metric,
     }
     for stage in STAGES:
-        figures = [_figures(run, groups, stage, report, weighting, metric) for run in group.runs]
+        figures = [_score_run(run, groups, stage, report, weighting, metric) for run in group.runs]
         for name in figures[0]:
             numbers = [figure[name] for figure in figures]
             row[f"{stage}_{name}"] = float(np.mean(numbers))
             if name in ("mean", "gap"):
-                row[f"{stage}_{name}_seed_std"] = _seed_std(numbers)
+                row[f"{stage}_{name}_seed_std"] = seed_std(numbers)
     for name in COSTS:
-        row[name] = float(np.mean([costs(run.rounds)[name] for run in group.runs]))
-    row["epsilon"] = float(np.mean([costs(r.rounds).get("epsilon", np.nan) for r in group.runs]))
+        row[name] = float(np.mean([sum_costs(run.rounds)[name] for run in group.runs]))
+    row["epsilon"] = float(
+        np.mean([sum_costs(r.rounds).get("epsilon", np.nan) for r in group.runs])
+    )
     return row
 
 
-def _figures(
+def _score_run(
     run: RunResult,
     groups: Sequence[Group],
     stage: str,
@@ -123,7 +145,7 @@ def _figures(
     metric: str,
 ) -> dict[str, float]:
     scores = run_scores(run, stage, report, metric, weighting)
-    figures = spread(scores, metric, _weights(run, weighting))
+    figures = describe_spread(scores, metric, _weights(run, weighting))
     return {
         "mean": figures["mean"],
         "client_std": figures["std"],
@@ -141,7 +163,7 @@ def _rounds_until(
     if values.empty:
         return float("nan")
     if report == "best":
-        return best_round(values, metric, _weights(run, weighting)) + 1
+        return find_best_round(values, metric, _weights(run, weighting)) + 1
     return int(values.index[-1]) + 1
 
 
@@ -161,18 +183,19 @@ def _gap(
     alone = run_scores(local, stage, report, metric, weighting)
     if len(alone) != len(scores):
         return float("nan")
-    return spread(scores - alone, metric, _weights(run, weighting))["mean"]
+    return describe_spread(scores - alone, metric, _weights(run, weighting))["mean"]
 
 
 def _local_beside(run: RunResult, groups: Sequence[Group]) -> RunResult | None:
-    """The Local run on the same data with the same model and seed, if it is among these runs.
+    """The Local run on the same partition with the same model and seed, if it is among these runs.
 
     Of several, as in a grid, the one whose other settings are closest.
     """
-    mine = settings(run)
+    mine = experiment_settings(run)
 
-    def differences(other: RunResult, sections: tuple[str, ...]) -> int:
-        theirs = settings(other)
+    def differences(other: RunResult) -> int:
+        theirs = experiment_settings(other)
+        sections = ("training.", "run.", "model.")
         keys = {key for key in {**mine, **theirs} if key.startswith(sections)}
         return sum(mine.get(key) != theirs.get(key) for key in keys)
 
@@ -180,13 +203,13 @@ def _local_beside(run: RunResult, groups: Sequence[Group]) -> RunResult | None:
         other
         for group in groups
         for other in group.runs
-        if plain(other.method) == "local" and other.seed == run.seed
-        if not differences(other, ("data.", "model."))
+        if normalize_method(other.method) == "local" and other.seed == run.seed
+        if are_comparable(run, other)
     ]
-    return min(beside, key=lambda other: differences(other, ("training.", "run.")), default=None)
+    return min(beside, key=differences, default=None)
 
 
-def _first_at(
+def _first_reaching(
     run: RunResult, target: float, stage: str, metric: str
 ) -> tuple[float, float, float] | None:
     """(rounds, bytes, steps) when the mean over clients first was at the target."""
@@ -194,23 +217,23 @@ def _first_at(
     good = means >= target if higher_is_better(metric) else means <= target
     if not bool(good.any()):
         return None
-    spent = spent_by_round(run, stage).loc[means.index[int(np.argmax(good.to_numpy()))]]
+    spent = cost_by_round(run, stage).loc[means.index[int(np.argmax(good.to_numpy()))]]
     return float(spent["rounds"]), float(spent["bytes"]), float(spent["steps"])
 
 
-def spent_by_round(run: RunResult, stage: str) -> pd.DataFrame:
+def cost_by_round(run: RunResult, stage: str) -> pd.DataFrame:
     """Rounds, bytes and local steps spent when a round is evaluated at a stage, by round.
 
     Stage `local` comes before the round's communication, whose bytes it has not cost yet.
     """
     index = pd.Index(run.rounds["round"].astype(int), name="round")
-    crossed = per_round(run.rounds, "network_bytes").to_numpy(dtype=np.float64)
+    crossed = cost_column(run.rounds, "network_bytes").to_numpy(dtype=np.float64)
     total = crossed.cumsum()
     return pd.DataFrame(
         {
             "rounds": index.to_numpy() + 1,
             "bytes": total - crossed if stage == "local" else total,
-            "steps": per_round(run.rounds, "steps").to_numpy(dtype=np.float64).cumsum(),
+            "steps": cost_column(run.rounds, "steps").to_numpy(dtype=np.float64).cumsum(),
         },
         index=index,
     )
@@ -227,5 +250,6 @@ def _weights(run: RunResult, weighting: Weighting) -> pd.Series | None:
     return run.test_samples
 
 
-def _seed_std(numbers: Sequence[float]) -> float:
+def seed_std(numbers: Sequence[float]) -> float:
+    """The standard deviation of a sample, NaN for a single number."""
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else float("nan")

@@ -1,24 +1,31 @@
-"""What a history comes down to: last, best and mean of the last ten, at each stage.
-
-Pure functions of data frames; nothing is read or written here. A history has the columns round,
-stage, client and one per metric; a frame of rounds has one row per round, summed over clients.
-
-Three figures describe the clients at one moment, each over the clients that have test data:
-    mean      not weighted: every client counts the same (unless weights are given)
-    std       over clients, of the population (they are all there), so divided by their number
-    worst10   the mean of the worst tenth of the clients, rounded up to whole clients
-"""
+"""Which accuracy is this? The answer, as an object that goes with every result."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.types import Stage
+
 if TYPE_CHECKING:
     import pandas as pd
+
+
+# What a history comes down to: last, best and mean of the last ten, at each stage.
+#
+# Pure functions of data frames; nothing is read or written here. A history has the columns round,
+# stage, client and one per metric; a frame of rounds has one row per round, summed over clients.
+#
+# Three figures describe the clients at one moment, each over the clients that have test data:
+#     mean      not weighted: every client counts the same (unless weights are given)
+#     std       over clients, of the population (they are all there), so divided by their number
+#     worst10   the mean of the worst tenth of the clients, rounded up to whole clients
+
 
 Evaluation: TypeAlias = tuple[int, str, dict[str, npt.NDArray[np.float64]]]
 """Round, stage, and for each metric a number per client."""
@@ -62,16 +69,16 @@ def _over_clients(name: str, value: Any) -> Any:
 
 def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
     """The numbers of `summary.json`: every stage at last / best / last10, and what it all cost."""
-    metric = headline(history)
+    metric = headline_metric(history)
     stages = {}
     for stage in STAGES:
-        values = by_client(history, stage, metric)
+        values = client_frame(history, stage, metric)
         if len(values):
-            stages[stage] = {report: _one(values, report, metric) for report in REPORTS}
-    return {"metric": metric, "stages": stages, **costs(rounds)}
+            stages[stage] = {report: _summarize_stage(values, report, metric) for report in REPORTS}
+    return {"metric": metric, "stages": stages, **sum_costs(rounds)}
 
 
-def honest(history: pd.DataFrame, attackers: Sequence[int]) -> pd.DataFrame:
+def drop_attackers(history: pd.DataFrame, attackers: Sequence[int]) -> pd.DataFrame:
     """Without the rows of clients that were made to attack."""
     return history[~history["client"].isin(list(attackers))] if len(attackers) else history
 
@@ -80,14 +87,14 @@ def summarize_attacked(
     history: pd.DataFrame, rounds: pd.DataFrame, attackers: Sequence[int]
 ) -> dict[str, Any]:
     """The same over honest clients; the attackers' own figures stand apart."""
-    found = summarize(honest(history, attackers), rounds)
+    found = summarize(drop_attackers(history, attackers), rounds)
     if not len(attackers):
         return found
     theirs = summarize(history[history["client"].isin(list(attackers))], rounds)["stages"]
     return {**found, "attackers": {"clients": list(attackers), "stages": theirs}}
 
 
-def headline(history: pd.DataFrame) -> str:
+def headline_metric(history: pd.DataFrame) -> str:
     """The metric results are judged by: the first of the task's; the loss comes last."""
     for metric in history.columns:
         if metric not in ("round", "stage", "client") and bool(history[metric].notna().any()):
@@ -104,7 +111,7 @@ def higher_is_better(metric: str) -> bool:
     return metric not in LOWER and not metric.endswith(LOWER_ENDS)
 
 
-def by_client(history: pd.DataFrame, stage: str, metric: str) -> pd.DataFrame:
+def client_frame(history: pd.DataFrame, stage: str, metric: str) -> pd.DataFrame:
     """One row per evaluated round, one column per client; NaN for a client without test data."""
     if metric not in history:
         import pandas as pd
@@ -127,14 +134,14 @@ def client_scores(
         return values.iloc[-1]
     if report == "last10":
         return values.tail(10).mean(axis=0)
-    return values.iloc[_best(values, metric, weights)]
+    return values.iloc[_best_row(values, metric, weights)]
 
 
-def best_round(values: pd.DataFrame, metric: str, weights: pd.Series | None = None) -> int:
-    return int(values.index[_best(values, metric, weights)])
+def find_best_round(values: pd.DataFrame, metric: str, weights: pd.Series | None = None) -> int:
+    return int(values.index[_best_row(values, metric, weights)])
 
 
-def _best(values: pd.DataFrame, metric: str, weights: pd.Series | None) -> int:
+def _best_row(values: pd.DataFrame, metric: str, weights: pd.Series | None) -> int:
     means = mean_by_round(values, weights).to_numpy(dtype=np.float64)
     return int(np.nanargmax(means) if higher_is_better(metric) else np.nanargmin(means))
 
@@ -148,7 +155,9 @@ def mean_by_round(values: pd.DataFrame, weights: pd.Series | None = None) -> pd.
     return means
 
 
-def spread(scores: pd.Series, metric: str, weights: pd.Series | None = None) -> dict[str, float]:
+def describe_spread(
+    scores: pd.Series, metric: str, weights: pd.Series | None = None
+) -> dict[str, float]:
     """Mean, standard deviation and worst tenth over the clients that have a value."""
     present = scores.dropna()
     if present.empty:
@@ -164,22 +173,22 @@ def spread(scores: pd.Series, metric: str, weights: pd.Series | None = None) -> 
     }
 
 
-def costs(rounds: pd.DataFrame) -> dict[str, Any]:
+def sum_costs(rounds: pd.DataFrame) -> dict[str, Any]:
     """What a run took.
 
     `bytes` cross the network, every message counted once; a server's own sending is among them.
     `busiest_bytes` is what the busiest node handles in its busiest round, the server too.
     """
     return {
-        "bytes": int(per_round(rounds, "network_bytes").sum()),
-        "busiest_bytes": int(per_round(rounds, "busiest_bytes").max()) if len(rounds) else 0,
-        "steps": int(per_round(rounds, "steps").sum()),
-        "seconds": float(per_round(rounds, "seconds").sum()),
+        "bytes": int(cost_column(rounds, "network_bytes").sum()),
+        "busiest_bytes": int(cost_column(rounds, "busiest_bytes").max()) if len(rounds) else 0,
+        "steps": int(cost_column(rounds, "steps").sum()),
+        "seconds": float(cost_column(rounds, "seconds").sum()),
         **({"epsilon": float(rounds["epsilon"].max())} if "epsilon" in rounds else {}),
     }
 
 
-def per_round(rounds: pd.DataFrame, name: str) -> pd.Series:
+def cost_column(rounds: pd.DataFrame, name: str) -> pd.Series:
     """A column of numbers, zero where nothing was recorded."""
     if name not in rounds:
         import pandas as pd
@@ -188,9 +197,70 @@ def per_round(rounds: pd.DataFrame, name: str) -> pd.Series:
     return rounds[name].fillna(0)
 
 
-def _one(values: pd.DataFrame, report: Report, metric: str) -> dict[str, float]:
-    figures = spread(client_scores(values, report, metric), metric)
+def _summarize_stage(values: pd.DataFrame, report: Report, metric: str) -> dict[str, float]:
+    figures = describe_spread(client_scores(values, report, metric), metric)
     if report == "last10":
         return {**figures, "rounds": min(10, len(values))}
-    at = best_round(values, metric) if report == "best" else int(values.index[-1])
+    at = find_best_round(values, metric) if report == "best" else int(values.index[-1])
     return {**figures, "round": at}
+
+
+Weighting: TypeAlias = Literal["uniform", "samples"]
+
+STAGE_WORDS = {
+    "local": "right after local training, before communication",
+    "mixed": "right after communication",
+}
+REPORT_WORDS = {
+    "last": "of the last evaluated round",
+    "best": "of the best round (the one with the best mean over clients)",
+    "last10": "averaged over the last ten evaluated rounds",
+}
+_WEIGHTING_WORDS = {
+    "uniform": "the unweighted mean over clients",
+    "samples": "the mean over clients weighted by their number of test samples",
+}
+
+
+@dataclass(frozen=True)
+class EvaluationProtocol:
+    """When a model is tested, which round counts and how clients are averaged.
+
+    `finetune` says what is done to a copy before testing ("5 epochs of fine-tuning"), or None.
+    """
+
+    stage: Stage = "local"
+    report: Report = "last"
+    weighting: Weighting = "uniform"
+    finetune: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("stage", Stage), ("report", Report), ("weighting", Weighting)):
+            value = getattr(self, name)
+            if value not in get_args(known):
+                guess = suggest(str(value), get_args(known))
+                raise QuiverError(f"evaluation {name} {value!r} is unknown: {guess}")
+
+    def caption(self, metric: str = "accuracy") -> str:
+        """One sentence for the foot of a table."""
+        tested = f"after {self.finetune}" if self.finetune else UNTUNED
+        return describe_protocol([self.stage], self.report, self.weighting, tested, metric)
+
+    def record(self) -> dict[str, Any]:
+        """As it is written into `summary.json`."""
+        return asdict(self)
+
+
+UNTUNED = "without any fine-tuning before the test"
+
+
+def describe_protocol(
+    stages: Sequence[str], report: Report, weighting: Weighting, tested: str, metric: str
+) -> str:
+    """The sentence under a table of one stage or of both."""
+    when = " and ".join(f"“{stage}” ({STAGE_WORDS[stage]})" for stage in stages)
+    return (
+        f"Test {metric} at stage{'s' if len(stages) > 1 else ''} {when}, {REPORT_WORDS[report]}, "
+        f"each client's model on that client's own test data, {tested}; "
+        f"{_WEIGHTING_WORDS[weighting]}."
+    )

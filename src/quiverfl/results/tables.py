@@ -1,27 +1,66 @@
-"""The tables people compare methods by. The stages stand beside each other and are never mixed."""
+"""The tables that methods are compared by. The stages stand beside each other and are never mixed.
+
+Every table is made by `make_table` from columns whose cells are known by the key of their row.
+So the paper's tables are these tables with a column of published numbers beside our own.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pandas as pd
+from rich.console import Console
+from rich.measure import Measurement
+from rich.text import Text
 
-from quiverfl.results import numbers
-from quiverfl.results.groups import Group, common_metric
-from quiverfl.results.paired import LEVEL, holm, paired_differences
-from quiverfl.results.palette import plain
-from quiverfl.results.protocol import REPORT_WORDS, UNTUNED, Weighting, describe
+from quiverfl.results import formatting as numbers
+from quiverfl.results.columns import (
+    case_columns,
+    cost_columns,
+    difference_columns,
+    number_column,
+    stage_columns,
+    target_columns,
+    text_column,
+    to_rows,
+)
+from quiverfl.results.formatting import (
+    FilledColumn,
+    Table,
+    format_rich,
+    make_table,
+)
+from quiverfl.results.groups import Group, common_metric, split_by_case
+from quiverfl.results.palette import normalize_method
 from quiverfl.results.run_files import RunResult
-from quiverfl.results.scores import comparison, group_called, rounds_to_target
-from quiverfl.results.summary import STAGES, Report, higher_is_better
-from quiverfl.results.table_formats import Column, Table, TableCell
+from quiverfl.results.scores import compare_groups, find_group, rounds_to_target
+from quiverfl.results.statistics import (
+    REFERENCE,
+    case_differences,
+    holm,
+    paired_differences,
+)
+from quiverfl.results.summary import (
+    REPORT_WORDS,
+    STAGES,
+    UNTUNED,
+    Report,
+    Weighting,
+    describe_protocol,
+    higher_is_better,
+)
 
 DIFFERENCE_WORDS = (
     "p is that of Student's paired test, corrected for all comparisons at both stages and of all "
     "cases (Holm), bold below 0.05; “seeds needed” would find such a difference at 5 % with a "
     "chance of 80 %, if its size and spread are what these seeds show; clients won and lost are "
     "those better and worse off than with the other method in the same seed, all seeds together."
+)
+CASE_WORDS = (
+    "A case is all runs on the same data, partition and model; only these are compared with each "
+    "other. The best means of a case are bold."
 )
 REPORT_TITLES = {
     "last": "Last round",
@@ -37,39 +76,157 @@ def comparison_table(
     stages: Sequence[str] = STAGES,
     cost: bool = True,
 ) -> Table:
-    """Methods in rows; for each stage mean, worst tenth and gap to Local; then what it cost."""
-    frame = comparison(groups, report, weighting)
+    """Methods in rows; for each stage mean, worst tenth and gap to Local; then what a run cost.
+
+    Experiments of several cases may be in the table. The best are then those of a case.
+    """
+    rows = to_rows(compare_groups(groups, report, weighting))
     metric = common_metric(groups)
-    gaps = any(bool(frame[f"{stage}_gap"].notna().any()) for stage in stages)
-    columns, cells = [Column("method", number=False)], [_plain_cells(frame["label"])]
+    gaps = any(not math.isnan(row[f"{stage}_gap"]) for row in rows for stage in stages)
+    columns: list[FilledColumn] = []
     for stage in stages:
-        above = f"stage {stage}"
-        for title, texts in _stage_columns(frame, stage, metric, gaps, report):
-            columns.append(Column(title, above))
-            cells.append(texts)
-    for title, texts in _cost_columns(frame) if cost else []:
-        columns.append(Column(title, "cost"))
-        cells.append(texts)
-    title = f"{REPORT_TITLES[report]}, {numbers.unit(metric)}"
-    caption = comparison_caption(groups, report, weighting, stages, gaps)
-    return Table(title, tuple(columns), tuple(zip(*cells, strict=True)), caption)
+        columns += stage_columns(rows, stage, metric, gaps, report)
+    columns += cost_columns(rows, "cost") if cost else []
+    title = f"{REPORT_TITLES[report]}, {numbers.metric_unit(metric)}"
+    caption = _comparison_caption(groups, report, weighting, stages, gaps)
+    return make_table(title, _row_names(groups), columns, caption)
+
+
+def case_table(
+    groups: Sequence[Group],
+    report: Report = "last",
+    weighting: Weighting = "uniform",
+    stages: Sequence[str] = STAGES,
+) -> Table:
+    """Methods in rows and cases in columns, for each stage: the table of a paper."""
+    units = {numbers.metric_unit(common_metric(own)) for own in split_by_case(groups).values()}
+    title = ", ".join([REPORT_TITLES[report], *(units if len(units) == 1 else ())])
+    protocol = describe_protocol(
+        stages, report, weighting, describe_tests(groups), common_metric(groups)
+    )
+    parts = [protocol, *_spread_words(groups), CASE_WORDS]
+    caption = " ".join([*parts, *describe_untested(groups), *describe_unfinished(groups)])
+    names = {group.name: group.name for group in groups}
+    return make_table(title, names, case_columns(groups, report, weighting, stages), caption)
+
+
+def result_tables(groups: Sequence[Group], stages: Sequence[str] = STAGES) -> list[Table]:
+    """The tables of a file: an overview of several cases, then each case with all its columns."""
+    cases = split_by_case(groups)
+    if len(cases) == 1:
+        scores = [comparison_table(groups, stages=stages)]
+    else:
+        scores = [case_table(groups, stages=stages)]
+        for case, own in cases.items():
+            scores.append(add_case_to_title(comparison_table(own, stages=stages), case))
+    return [*scores, *difference_tables(groups, stages=stages).values()]
+
+
+def add_case_to_title(table: Table, case: str) -> Table:
+    """The table with its case in the title, where there are several."""
+    return replace(table, title=f"{case}: {table.title}") if case else table
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
     """What a run took, on average over seeds."""
-    frame = comparison(groups)
-    titles, cells = zip(*_cost_columns(frame), strict=True)
-    columns = (Column("method", number=False), *(Column(title) for title in titles))
-    rows = tuple(zip(_plain_cells(frame["label"]), *cells, strict=True))
     caption = (
         "Bytes cross the network: every message counts once, and so does what a server sends. The "
         "busiest node (the server, where there is one) is shown with its busiest round. Local "
         "steps are mini-batches of all clients together."
     )
-    return Table("Cost of a run", columns, rows, caption)
+    columns = cost_columns(to_rows(compare_groups(groups)))
+    return make_table("Cost of a run", _row_names(groups), columns, caption)
 
 
-def comparison_caption(
+def target_table(groups: Sequence[Group], target: float, stage: str = "local") -> Table:
+    """Rounds to a target and the speed-up over the slowest, with what they cost."""
+    rows, metric = to_rows(rounds_to_target(groups, target, stage)), common_metric(groups)
+    columns = [
+        *target_columns(rows),
+        number_column("bytes", "", rows, "bytes", numbers.format_bytes),
+        number_column("local steps", "", rows, "steps", numbers.format_count),
+        text_column(
+            "seeds that reached it", "", rows, lambda row: f"{row['reached']} of {row['seeds']}"
+        ),
+    ]
+    sign = "≥" if higher_is_better(metric) else "≤"
+    percent = " %" if numbers.is_percentage(metric) else ""
+    goal = f"{numbers.format_score(target, metric)}{percent}"
+    within = " in the same case" if len(split_by_case(groups)) > 1 else ""
+    caption = (
+        f"Rounds until the unweighted mean over clients of the test {metric} at stage “{stage}” "
+        f"is {sign} {goal} for the first time; “{numbers.DASH}” where a seed never got there. "
+        f"The speed-up is over the slowest method that did{within}."
+    )
+    names = {group.label: group.label for group in groups}
+    return make_table(f"Rounds to {metric} {sign} {goal}", names, columns, caption)
+
+
+def difference_table(
+    groups: Sequence[Group],
+    reference: str,
+    report: Report = "last",
+    stages: Sequence[str] = STAGES,
+) -> Table:
+    """Each method minus a reference, paired by seed. Methods of other cases are not in it."""
+    against = find_group(groups, reference)
+    own = [group for group in groups if group.case == against.case]
+    frame = pd.concat(
+        [paired_differences(own, reference, s, report).assign(stage=s) for s in STAGES],
+        ignore_index=True,
+    )
+    frame["p_holm"] = holm(frame["p"].tolist())
+    return _difference_table(own, frame, report, stages)
+
+
+def difference_tables(
+    groups: Sequence[Group],
+    report: Report = "last",
+    stages: Sequence[str] = STAGES,
+    reference: str = REFERENCE,
+) -> dict[str, Table]:
+    """A table for every case with several seeds, by its name; p is corrected for all of them."""
+    frame = case_differences(groups, report, reference)
+    if frame.empty:
+        return {}
+    cases = split_by_case(groups)
+    tables = {}
+    for case, of_case in frame.groupby("case", sort=False):
+        table = _difference_table(cases[str(case)], of_case, report, stages)
+        tables[str(case)] = add_case_to_title(table, str(case))
+    return tables
+
+
+def _difference_table(
+    groups: Sequence[Group], frame: pd.DataFrame, report: Report, stages: Sequence[str]
+) -> Table:
+    """The differences of one case, which `frame` has for both stages."""
+    metric = common_metric(groups)
+    names = {group.label: group.name for group in groups}
+    columns: list[FilledColumn] = []
+    for stage in stages:
+        rows = to_rows(frame[frame["stage"] == stage])
+        columns += difference_columns(rows, f"stage {stage}", metric)
+    columns.append(text_column("seeds", "", rows, lambda row: str(row["seeds"])))
+    caption = (
+        f"Difference of the mean test {metric} over clients, {REPORT_WORDS[report]}, taken within "
+        "each seed and then averaged over seeds, with its standard deviation over seeds and "
+        f"Student's 95 % interval of the mean. {DIFFERENCE_WORDS}"
+    )
+    title = f"Against {names[frame['reference'].iloc[0]]}, {numbers.metric_unit(metric)}"
+    return make_table(title, {row["label"]: names[row["label"]] for row in rows}, columns, caption)
+
+
+def _row_names(groups: Sequence[Group]) -> dict[str, str]:
+    """Rows by label, named within their case where there is no other."""
+    alone = len(split_by_case(groups)) == 1
+    return {group.label: group.name if alone else group.label for group in groups}
+
+
+# Captions.
+
+
+def _comparison_caption(
     groups: Sequence[Group],
     report: Report,
     weighting: Weighting,
@@ -78,22 +235,23 @@ def comparison_caption(
 ) -> str:
     """The protocol in a sentence, then what the other columns mean."""
     metric = common_metric(groups)
-    parts = [describe(stages, report, weighting, tested(groups), metric)]
-    if any(len(group.runs) > 1 for group in groups):
-        parts.append("± is the standard deviation over seeds.")
+    parts = [describe_protocol(stages, report, weighting, describe_tests(groups), metric)]
+    parts += _spread_words(groups)
     parts.append("σ is over clients; worst 10 % is the mean of the worst tenth of the clients.")
     if gaps:
-        several = sum(plain(group.method) == "local" for group in groups) > 1
+        several = sum(normalize_method(group.method) == "local" for group in groups) > 1
         closest = " with the closest settings" if several else ""
         parts.append(f"The gap is to the same client under Local{closest}, averaged over clients.")
     if any(run.attackers for group in groups for run in group.runs):
         parts.append("Clients that were made to attack are in no mean.")
-    if len(groups) > 1:
+    if len(split_by_case(groups)) > 1:
+        parts.append(CASE_WORDS)
+    elif len(groups) > 1:
         parts.append("Best means are bold.")
-    return " ".join([*parts, *untested(groups), *unfinished(groups)])
+    return " ".join([*parts, *describe_untested(groups), *describe_unfinished(groups)])
 
 
-def untested(groups: Sequence[Group]) -> list[str]:
+def describe_untested(groups: Sequence[Group]) -> list[str]:
     """A sentence where clients without test data are not in the means."""
     counts = {
         (int((run.test_counts.sum(axis=1) == 0).sum()), run.clients)
@@ -105,10 +263,10 @@ def untested(groups: Sequence[Group]) -> list[str]:
     return [f"{worst} of {clients} clients have no test data and are in no mean."] if worst else []
 
 
-def unfinished(groups: Sequence[Group]) -> list[str]:
+def describe_unfinished(groups: Sequence[Group]) -> list[str]:
     """A sentence for every run that is not over, and whether its numbers are in the table."""
     return [
-        f"{group.label} (seed {run.seed}) {_ended(run)}: {run.done_rounds} of "
+        f"{group.label} (seed {run.seed}) {_describe_end(run)}: {run.done_rounds} of "
         f"{'an unknown number of' if run.planned_rounds is None else run.planned_rounds} rounds"
         f"{', and is left out' if run in group.under_way else ''}."
         for group in groups
@@ -117,160 +275,14 @@ def unfinished(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _ended(run: RunResult) -> str:
+def _describe_end(run: RunResult) -> str:
     if run.diverged is None:
         return "has not finished"
     round, client = run.diverged
     return f"diverged in round {round + 1} at client {client}"
 
 
-def target_table(groups: Sequence[Group], target: float, stage: str = "local") -> Table:
-    """Rounds to a target and the speed-up over the slowest: the paper's Tables 2 and 7."""
-    frame, metric = rounds_to_target(groups, target, stage), common_metric(groups)
-    fastest = frame["rounds"].min()
-    rows = tuple(
-        (
-            TableCell(str(row["label"])),
-            TableCell(
-                _rounds(row["rounds"], row["rounds_seed_std"]), best=row["rounds"] == fastest
-            ),
-            TableCell(numbers.NOTHING if math.isnan(row["speedup"]) else f"{row['speedup']:.2f} ×"),
-            TableCell(numbers.size(row["bytes"])),
-            TableCell(numbers.whole(row["steps"])),
-            TableCell(f"{row['reached']} of {row['seeds']}"),
-        )
-        for row in frame.to_dict("records")
-    )
-    titles = ("rounds", "speed-up", "bytes", "local steps", "seeds that reached it")
-    columns = (Column("method", number=False), *(Column(title) for title in titles))
-    sign = "≥" if higher_is_better(metric) else "≤"
-    goal = f"{numbers.score(target, metric)}{' %' if numbers.is_share(metric) else ''}"
-    caption = (
-        f"Rounds until the unweighted mean over clients of the test {metric} at stage “{stage}” "
-        f"is {sign} {goal} for the first time; “{numbers.NOTHING}” where a seed never got there. "
-        "The speed-up is over the slowest method that did."
-    )
-    return Table(f"Rounds to {metric} {sign} {goal}", columns, rows, caption)
-
-
-def difference_table(
-    groups: Sequence[Group],
-    reference: str,
-    report: Report = "last",
-    stages: Sequence[str] = STAGES,
-) -> Table:
-    """Each method minus a reference, paired by seed."""
-    metric = common_metric(groups)
-    frames = {stage: paired_differences(groups, reference, stage, report) for stage in STAGES}
-    first = frames[stages[0]]
-    corrected = holm([p for frame in frames.values() for p in frame["p"]])
-    for place, frame in enumerate(frames.values()):
-        frame["p_holm"] = corrected[place * len(first) : (place + 1) * len(first)]
-    columns, cells = [Column("method", number=False)], [_plain_cells(first["label"])]
-    for stage in stages:
-        for title, texts in _difference_columns(frames[stage], metric):
-            columns.append(Column(title, f"stage {stage}"))
-            cells.append(texts)
-    columns.append(Column("seeds"))
-    cells.append(_plain_cells(first["seeds"]))
-    caption = (
-        f"Difference of the mean test {metric} over clients, {REPORT_WORDS[report]}, taken within "
-        "each seed and then averaged over seeds, with its standard deviation over seeds and "
-        f"Student's 95 % interval of the mean. {DIFFERENCE_WORDS}"
-    )
-    title = f"Against {group_called(groups, reference).label}, {numbers.unit(metric)}"
-    return Table(title, tuple(columns), tuple(zip(*cells, strict=True)), caption)
-
-
-def reference_of(groups: Sequence[Group]) -> tuple[Sequence[Group], str] | None:
-    """The experiments with several seeds and the one to compare with; None where that is nobody."""
-    several = [group for group in groups if len(group.runs) > 1]
-    if len(several) < 2:
-        return None
-    reference = next((g for g in several if plain(g.method) == "dfedpgp"), several[-1])
-    return several, reference.label
-
-
-def p_cell(p: float) -> TableCell:
-    """Bold where chance is ruled out."""
-    text = numbers.NOTHING if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-    return TableCell(text, best=p < LEVEL)
-
-
-def seeds_cell(needed: float) -> TableCell:
-    if math.isinf(needed):
-        return TableCell("> 1,000")
-    return TableCell(numbers.whole(needed))
-
-
-def _difference_columns(frame: pd.DataFrame, metric: str) -> list[tuple[str, list[TableCell]]]:
-    reach = zip(frame["low95"], frame["high95"], strict=True)
-    return [
-        ("difference", [TableCell(numbers.signed(value, metric)) for value in frame["difference"]]),
-        ("std", _scores(frame["seed_std"], metric)),
-        ("95 % interval", [TableCell(_interval(low, high, metric)) for low, high in reach]),
-        ("p (Holm)", [p_cell(p) for p in frame["p_holm"]]),
-        ("seeds needed", [seeds_cell(needed) for needed in frame["seeds_needed"]]),
-        (
-            "clients won : lost",
-            [
-                TableCell(f"{won} : {lost}")
-                for won, lost in zip(frame["clients_won"], frame["clients_lost"], strict=True)
-            ],
-        ),
-    ]
-
-
-def _stage_columns(
-    frame: pd.DataFrame, stage: str, metric: str, gaps: bool, report: Report
-) -> list[tuple[str, list[TableCell]]]:
-    means = frame[f"{stage}_mean"]
-    best = means.max() if higher_is_better(metric) else means.min()
-    shown = [
-        numbers.with_spread(mean, std, metric)
-        for mean, std in zip(means, frame[f"{stage}_mean_seed_std"], strict=True)
-    ]
-    several = len(frame) > 1
-    columns = [
-        (
-            "mean",
-            [
-                TableCell(text, best=several and mean == best)
-                for text, mean in zip(shown, means, strict=True)
-            ],
-        ),
-        ("σ", _scores(frame[f"{stage}_client_std"], metric)),
-        ("worst 10 %", _scores(frame[f"{stage}_worst10"], metric)),
-    ]
-    if gaps:
-        texts = [numbers.signed(gap, metric) for gap in frame[f"{stage}_gap"]]
-        columns.append(("gap to Local", [TableCell(text) for text in texts]))
-    if report == "best":
-        columns.append(("rounds", _plain_cells(frame[f"{stage}_rounds"].map(numbers.whole))))
-    return columns
-
-
-def _cost_columns(frame: pd.DataFrame) -> list[tuple[str, list[TableCell]]]:
-    spent = [numbers.NOTHING if math.isnan(value) else f"{value:.3g}" for value in frame["epsilon"]]
-    private = [("ε", [TableCell(text) for text in spent])] if frame["epsilon"].notna().any() else []
-    return [
-        *private,
-        ("bytes", _plain_cells(frame["bytes"].map(numbers.size))),
-        ("busiest, a round", _plain_cells(frame["busiest_bytes"].map(numbers.size))),
-        ("local steps", _plain_cells(frame["steps"].map(numbers.whole))),
-        ("time", _plain_cells(frame["seconds"].map(numbers.duration))),
-    ]
-
-
-def _scores(values: pd.Series, metric: str) -> list[TableCell]:
-    return [TableCell(numbers.score(value, metric)) for value in values]
-
-
-def _plain_cells(texts: pd.Series) -> list[TableCell]:
-    return [TableCell(str(text)) for text in texts]
-
-
-def tested(groups: Sequence[Group]) -> str:
+def describe_tests(groups: Sequence[Group]) -> str:
     """How models were tuned before the test; methods may differ in that."""
     tuned: dict[str, list[str]] = {}
     for group in groups:
@@ -284,13 +296,72 @@ def tested(groups: Sequence[Group]) -> str:
     return "; ".join(parts) + ("" if everybody else f"; the others {UNTUNED}")
 
 
-def _rounds(mean: float, std: float) -> str:
-    if math.isnan(std):
-        return numbers.whole(mean)
-    return f"{mean:.1f} ± {std:.1f}"
+def _spread_words(groups: Sequence[Group]) -> list[str]:
+    several = any(len(group.runs) > 1 for group in groups)
+    return ["± is the standard deviation over seeds."] if several else []
 
 
-def _interval(low: float, high: float, metric: str) -> str:
-    if math.isnan(low):
-        return numbers.NOTHING
-    return f"{numbers.signed(low, metric)} … {numbers.signed(high, metric)}"
+# Tables in a terminal: as much beside each other as its width allows.
+
+
+def print_comparison(console: Console, groups: Sequence[Group], stage: str = "local") -> None:
+    """Print the comparison with the named stage first, and below it what the numbers are.
+
+    Several cases are printed beside each other first, then each with its own tables.
+    """
+    stages = (stage, *(other for other in STAGES if other != stage))
+    cases = split_by_case(groups)
+    if len(cases) > 1:
+        overview = case_table(groups, stages=stages)
+        for table in [overview] if _fit(console, [overview]) else overview.parts():
+            console.print(format_rich(table, caption=False))
+    for case, own in cases.items():
+        if case:
+            console.print(Text(f"\n{case}", style="bold"))
+        _print_case(console, own, stages)
+    console.print(Text(comparison_table(groups, stages=stages).caption, style="dim"))
+
+
+def _print_case(console: Console, groups: Sequence[Group], stages: Sequence[str]) -> None:
+    costs = cost_table(groups)
+    choices = [
+        [comparison_table(groups, stages=stages)],
+        [comparison_table(groups, stages=stages, cost=False), costs],
+        [*(comparison_table(groups, stages=[one], cost=False) for one in stages), costs],
+    ]
+    for table in next((c for c in choices if _fit(console, c)), choices[-1]):
+        console.print(format_rich(table, caption=False))
+
+
+def print_differences(console: Console, groups: Sequence[Group], stage: str = "local") -> None:
+    """Print how sure the differences within each case are, where there are seeds to say it."""
+    stages = (stage, *(other for other in STAGES if other != stage))
+    together = difference_tables(groups, stages=stages)
+    apart = [difference_tables(groups, stages=[one]) for one in stages]
+    for case, table in together.items():
+        console.print()
+        for one in [table] if _fit(console, [table]) else [tables[case] for tables in apart]:
+            console.print(format_rich(one, caption=False))
+    for caption in dict.fromkeys(table.caption for table in together.values()):
+        console.print(Text(caption, style="dim"))
+
+
+def print_tables(console: Console, tables: Sequence[Table]) -> None:
+    """Print tables. A caption that several of them share is printed once, below the last.
+
+    A table that is too wide would leave no room for names: its parts are printed below each other.
+    """
+    split = [[table] if _fit(console, [table]) else table.parts() for table in tables]
+    parts = [part for of_table in split for part in of_table]
+    for position, part in enumerate(parts):
+        console.print(format_rich(part, caption=False))
+        if part.caption not in [later.caption for later in parts[position + 1 :]]:
+            console.print(part.caption, style="dim", markup=False)
+            console.print()
+
+
+def _fit(console: Console, tables: Sequence[Table]) -> bool:
+    unbounded = console.options.update(width=10_000)
+    rich_tables = (format_rich(table, caption=False) for table in tables)
+    widths = (Measurement.get(console, unbounded, one).maximum for one in rich_tables)
+    return all(width <= console.width for width in widths)

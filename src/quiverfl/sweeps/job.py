@@ -24,14 +24,14 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from quiverfl.config import parse
-from quiverfl.engine.history import Metrics, Record
+from quiverfl.engine.history import Record
 from quiverfl.errors import Diverged, QuiverError, Stopped
-from quiverfl.experiment import DataShelf, run_in_folder
-from quiverfl.memory import keep_freed_memory
-from quiverfl.sweeps.layout import Places
-from quiverfl.sweeps.plan import Cell
-from quiverfl.sweeps.where import BROKEN, DIVERGED, REFUSED, STOPPED, Order, conclude
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.experiment import DatasetCache, run_in_folder
+from quiverfl.support.environment import keep_freed_memory
+from quiverfl.sweeps.executor import BROKEN, DIVERGED, REFUSED, STOPPED, Order, conclude
+from quiverfl.sweeps.plan import Cell, SweepFolder
+from quiverfl.types import Metrics
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever else is printed is for the log
     orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(orders,), daemon=True).start()
-    data = DataShelf()
+    data = DatasetCache()
     while True:
         order = orders.get()
         with Path(order["log"]).open("w") as log:
@@ -65,20 +65,20 @@ def run_one(orders: Path, number: str) -> int:
     except (OSError, ValueError, IndexError) as error:
         print(f"{orders} has no order {number}: {error}.", file=sys.stderr)
         return REFUSED
-    places, point = Places(Path(order["root"])), tuple((k, v) for k, v in order["point"])
-    cell = Cell(parse(order["config"]), order["case"], point)
+    folder, point = SweepFolder(Path(order["root"])), tuple((k, v) for k, v in order["point"])
+    cell = Cell(parse_config(order["config"]), order["case"], point)
     begin, asked = time.monotonic(), threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    code, message = run(order, DataShelf(), sys.stdout, asked.is_set)
+    code, message = run(order, DatasetCache(), sys.stdout, asked.is_set)
     if code == STOPPED:
         print(message, file=sys.stderr)
     else:
-        conclude(cell, places, code, message, begin)
+        conclude(cell, folder, code, message, begin)
     return code
 
 
 def run(
-    order: Order, data: DataShelf, said: TextIO, stop: Callable[[], bool] = lambda: False
+    order: Order, data: DatasetCache, said: TextIO, stop: Callable[[], bool] = lambda: False
 ) -> tuple[int, str]:
     """Carry out one order: 0, or what went wrong and why. The data stays for the next one."""
     telling, until = _Telling(said), order.get("until")
@@ -90,7 +90,7 @@ def run(
         return enough() or stop()
 
     try:
-        config = parse(order["config"])
+        config = parse_config(order["config"])
         # Wait while another sweep runs the same cell; what it finished is not repeated.
         found = data.take(config)
         run_in_folder(config, Path(order["folder"]), telling, found, stopping, wait=True)

@@ -1,6 +1,7 @@
 """A sweep: a TOML file → cells, each a whole configuration with a name made from its content.
 
-    base = "base.toml"          # a configuration file beside this one, or a table [base.…]
+    base = "base.toml"          # a configuration file beside this one, a preset's name, or a table
+                                # [base.…]
     methods = ["dfedpgp", …]    # each with what [overrides.METHOD] of the configuration says
     seeds = [0, 1, 2]
 
@@ -20,7 +21,7 @@
     base = "small.toml"         # this scale; `cases` are the names of those that stay
     cases = ["CIFAR-10 Dir-0.3"]
 
-    [tuning]                    # how `quiver tune` races the tries (sweeps/racing.py)
+    [tuning]                    # how `quiver tune` races the tries (sweeps/tune.py)
     rungs = [0.25, 0.5]
 
 A cell is the same cell wherever it comes from: sweeps that share a folder share finished runs.
@@ -30,20 +31,26 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from quiverfl.config import UNSET, Config, parse, read_toml, setting
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.experiment_keys import flat
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.identity import flatten_settings
+from quiverfl.results.formatting import write_result_file
+from quiverfl.results.run_files import read_json
+from quiverfl.runs.config import UNSET, Config, parse_config
+from quiverfl.runs.config_files import SWEEP_KEYS, config_file, is_bundled, parse_setting, read_toml
+from quiverfl.runs.folder import RunFolder
+from quiverfl.support import durable, output_folders
 
 Tree = dict[str, Any]
-Point = tuple[tuple[str, Any], ...]
+GridPoint = tuple[tuple[str, Any], ...]
 
 KEYS = ("base", "methods", "seeds", "grid", "case")
-KNOWN = (*KEYS, "scale", "tuning")
+KNOWN = SWEEP_KEYS
 KNOWN_OF_SCALE = (*KEYS, "cases")
 HASH_LETTERS = 12
 
@@ -55,7 +62,7 @@ class Cell:
     config: Config
     case: str = ""
     """The name of its case, where the sweep has cases."""
-    point: Point = ()
+    point: GridPoint = ()
     """Its place in the grid, apart from method and seed."""
     against: tuple[str, ...] = ()
     """Settings that contradict its case: it is no longer what its name says."""
@@ -109,8 +116,18 @@ def load_sweep(path: Path, choice: Choice | None = None, scale: str | None = Non
 def plan_of(tree: Tree, path: Path, choice: Choice, scale: str | None = None) -> Sweep:
     """The cells of a sweep that is written as a file, or as a dictionary under such a name."""
     for key in tree:
+        if key in Config.model_fields and not tree.keys() & SWEEP_KEYS:
+            raise QuiverError(
+                f"{path} is a configuration, not a sweep: `quiver run {path}` runs it. A sweep has "
+                "it as its base, and a grid (docs/how-to/reproduce.md)."
+            )
+        if key in Config.model_fields:
+            raise QuiverError(
+                f"{path}: unknown key {key!r}: sections of a configuration stand below the base; "
+                f"write [base.{key}]."
+            )
         if key not in KNOWN:
-            raise QuiverError(f"{path}: unknown key {key!r}; {nearest(key, KNOWN)}")
+            raise QuiverError(f"{path}: unknown key {key!r}; {suggest(key, KNOWN)}")
     tree = tree if scale is None else _scaled(tree, scale, path)
     before, after = _settings(choice.values)
     base = _base(tree, path)
@@ -131,10 +148,13 @@ def _base(tree: Tree, path: Path) -> Tree:
     base = tree.get("base", {})
     if isinstance(base, str):
         file = path.parent / base
+        if not file.exists() and is_bundled(base):
+            file = config_file(Path(base))
         return read_toml(
             file,
             f"{path}: base = {base!r}: there is no such file: {file}. It is the configuration that "
-            "the sweep starts from; its path is relative to the sweep's file.",
+            "the sweep starts from: a path relative to the sweep's file, or the name of one that "
+            "comes with Quiver, such as quickstart.",
         )
     if not isinstance(base, dict):
         raise QuiverError(f"{path}: base = {base!r}: name a configuration file, or write [base.…].")
@@ -150,7 +170,7 @@ def _scaled(tree: Tree, scale: str, path: Path) -> Tree:
     own = sections[scale]
     for key in own:
         if key not in KNOWN_OF_SCALE:
-            known = nearest(key, KNOWN_OF_SCALE)
+            known = suggest(key, KNOWN_OF_SCALE)
             raise QuiverError(f"{path}: unknown key {key!r} in [scale.{scale}]; {known}")
     merged = tree | {key: value for key, value in own.items() if key != "cases"}
     if "cases" in own:
@@ -175,7 +195,7 @@ def _cases(tree: Tree, choice: Choice, path: Path) -> list[tuple[str, Tree]]:
         return list(cases.items())
     for name in choice.cases:
         if name not in cases:
-            raise QuiverError(f"{path}: no case {name!r}; {nearest(name, cases)}")
+            raise QuiverError(f"{path}: no case {name!r}; {suggest(name, cases)}")
     return [(name, case) for name, case in cases.items() if name in choice.cases]
 
 
@@ -183,7 +203,10 @@ def _blocks(tree: Tree, path: Path) -> list[dict[str, list[Any]]]:
     """The grids, each as `section.key` → values; methods and seeds are keys like any other."""
     written = tree.get("grid", {})
     common: Tree = {key: tree[key] for key in ("methods", "seeds") if key in tree}
-    blocks = [flat({**common, **block}) for block in (written if _is_list(written) else [written])]
+    blocks = [
+        flatten_settings({**common, **block})
+        for block in (written if _is_list(written) else [written])
+    ]
     for block in blocks:
         for name, key in (("methods", "method.name"), ("seeds", "run.seed")):
             if name in block:
@@ -215,8 +238,8 @@ def _points(
     block: Mapping[str, list[Any]],
     before: Sequence[tuple[str, Any]],
     path: Path,
-) -> Iterable[tuple[Config, Point]]:
-    config = parse(tree, str(path)).with_values(before)
+) -> Iterable[tuple[Config, GridPoint]]:
+    config = parse_config(tree, str(path)).with_values(before)
     own: dict[str, list[Any]] = {
         "method.name": [config.method.name],
         "run.seed": [config.run.seed],
@@ -235,7 +258,7 @@ def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[s
     before: list[tuple[str, Any]] = []
     after: list[tuple[str, Any]] = []
     for text in texts:
-        key, value = setting(text)
+        key, value = parse_setting(text)
         if key in ("method.name", "run.seed"):
             option = "--methods" if key == "method.name" else "--seeds"
             raise QuiverError(f"--set {text}: a sweep has several: use {option}.")
@@ -244,7 +267,7 @@ def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[s
 
 
 def _contradicted(case: Tree, settings: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
-    own = flat(case) | dict.fromkeys(case.get("without", ()), UNSET)
+    own = flatten_settings(case) | dict.fromkeys(case.get("without", ()), UNSET)
     return tuple(
         _words(key, "default" if value is UNSET else value)
         for key, value in settings
@@ -269,7 +292,7 @@ def _of_case(base: Tree, name: str, case: Tree, path: Path) -> Tree:
         if not isinstance(holder, dict) or last not in holder:
             raise QuiverError(
                 f"{path}, case {name!r}: without = {key!r}: the base does not set it; "
-                f"{nearest(str(key), flat(base))}"
+                f"{suggest(str(key), flatten_settings(base))}"
             )
         del holder[last]
     own = {key: value for key, value in case.items() if key != "without"}
@@ -297,3 +320,94 @@ def _is_list(value: Any) -> bool:
 
 def _words(key: str, value: Any) -> str:
     return f"{key.rsplit('.', 1)[-1]} {value}"
+
+
+# Where a sweep keeps things, and in which state its cells are.
+#
+# cells/NAME     the run folder of a cell logs/NAME.log  what its process said on standard error
+# failures/NAME.json  why it failed, until it succeeds
+
+
+WRITTEN = ".written.json"
+"""Beside the files of a reproduced item: which they are."""
+State: TypeAlias = Literal["new", "begun", "finished", "diverged"]
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """The folder of one or several sweeps; what they have in common is run once."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        durable.check_writable(self.root)
+
+    def run(self, cell: Cell) -> Path:
+        return self.root / "cells" / cell.name
+
+    def check(self, pages: str | None = None) -> None:
+        """Refuse a folder that is not one of runs, before anything is written into it.
+
+        `pages` is the folder in it that gets the sweep's tables.
+        """
+        output_folders.refuse_foreign(self.root, _holds_runs)
+        if pages is not None:
+            output_folders.refuse_foreign(self.root / pages, _holds_pages)
+
+    def log(self, cell: Cell) -> Path:
+        return self.root / "logs" / f"{cell.name}.log"
+
+    def failure(self, cell: Cell) -> Path:
+        return self.root / "failures" / f"{cell.name}.json"
+
+    def state(self, cell: Cell) -> State:
+        folder = RunFolder(self.run(cell))
+        if not folder.holds_run():
+            return "new"
+        summary = folder.summary()
+        if summary.get("finished"):
+            return "finished"
+        return "diverged" if "diverged" in summary else "begun"
+
+    def message(self, cell: Cell) -> str:
+        """Why it failed, as far as it is known."""
+        path = self.failure(cell)
+        if path.exists():
+            return str(read_json(path).get("error", ""))
+        return str(RunFolder(self.run(cell)).summary().get("error", ""))
+
+    def note_failure(self, cell: Cell, error: str, code: int) -> None:
+        record = {"cell": cell.name, "label": cell.label, "error": error, "code": code}
+        write_result_file(self.failure(cell), (json.dumps(record, indent=2) + "\n").encode())
+
+    def forget_failure(self, cell: Cell) -> None:
+        self.failure(cell).unlink(missing_ok=True)
+
+
+def _holds_runs(folder: Path) -> bool:
+    """Whether cells, runs and comparisons are what is kept here; sweeps may be beside them."""
+    if output_folders.holds_run(folder) or (folder / output_folders.PEER).exists():
+        return False
+    cells = folder / output_folders.CELLS
+    if cells.is_dir() and (not output_folders.list_contents(cells) or _has_cells(cells)):
+        return True
+    below = [path for path in folder.iterdir() if path.is_dir()]
+    return any(output_folders.holds_run(path) or _holds_comparison(path) for path in below)
+
+
+def _has_cells(cells: Path) -> bool:
+    """Whether cells have been begun; what one holds before its first round is half-written."""
+    return output_folders.holds_run_below(cells) or (cells.parent / "logs").is_dir()
+
+
+def _holds_comparison(folder: Path) -> bool:
+    """Whether it is of `quiver compare`, or of an item of `quiver reproduce` without cells."""
+    made = (folder / "report.html").exists() and output_folders.holds_run_below(folder)
+    return made or (folder / WRITTEN).exists()
+
+
+def _holds_pages(folder: Path) -> bool:
+    """Whether tables and pages of a sweep or of an item are here."""
+    if output_folders.holds_run(folder):
+        return False
+    return (folder / WRITTEN).exists() or any(folder.glob("*.html"))

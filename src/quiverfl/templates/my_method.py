@@ -1,6 +1,9 @@
 """MyMethod: your method. This one is decentralized averaging of the shared part.
 
-docs/add-a-method.md has what a method may declare and ask for.
+docs/how-to/own-method.md has what a method may declare and ask for. After a change try the laws
+that every method keeps:
+
+    quiver check my_method:MyMethod
 """
 
 from dataclasses import dataclass
@@ -23,15 +26,15 @@ class MyMethod(qv.Method[State]):
     topology = "random_regular"
 
     def init(self, task: qv.Task, start: qv.Start) -> State:
-        return State(*start.point)
+        return State(*start.params)
 
     def phases(self, task: qv.Task) -> tuple[qv.Train[State], ...]:
         return (
             qv.Train(
                 part="whole",
                 epochs=self.epochs,
-                point=self.personal,
-                absorb=lambda state, trained: State(trained.shared, trained.personal),
+                params=self.personal,
+                update=lambda state, trained: State(trained.shared, trained.personal),
             ),
         )
 
@@ -41,5 +44,6 @@ class MyMethod(qv.Method[State]):
     def merge(self, state: State, mixed: qv.Message) -> State:
         return state._replace(u=mixed["u"])
 
-    def personal(self, state: State) -> qv.Point:
-        return qv.Point(state.u, state.v)
+    def personal(self, state: State) -> qv.Params:
+        """Called after training and after merge: it must be right at both moments."""
+        return qv.Params(state.u, state.v)

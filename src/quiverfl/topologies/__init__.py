@@ -1,4 +1,4 @@
-"""Who sends to whom: functions from a round to its graph."""
+"""Topologies: functions from a round to its graph, which says who sends to whom."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-from quiverfl.errors import QuiverError, leave_out, nearest
-from quiverfl.references import is_reference, load_callable, origin
-from quiverfl.topologies.analysis import TopologyReport, analyse
-from quiverfl.topologies.choosing import bandit_push, loss_push, similar_push
+from quiverfl.errors import QuiverError, say_leave_out, suggest
+from quiverfl.support.references import Registry, describe_origin, is_reference
+from quiverfl.topologies.adaptive import bandit_push, loss_push, similar_push
+from quiverfl.topologies.analysis import TopologyReport, analyze_topology
 from quiverfl.topologies.fixed import (
     directed_ring,
     exponential,
@@ -19,31 +19,29 @@ from quiverfl.topologies.fixed import (
     isolated,
     one_peer_exponential,
     ring,
+    star,
     torus,
 )
 from quiverfl.topologies.from_graphs import custom, from_matrix, from_networkx, metropolis
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.participation import participating
+from quiverfl.topologies.participation import Exchange, participating, unreliable
 from quiverfl.topologies.random import erdos_renyi, random_pull, random_push, random_regular
-from quiverfl.topologies.star import star
+from quiverfl.topologies.reports import ReportSpec, ReportView
 from quiverfl.topologies.topology import Topology
-from quiverfl.topologies.unreliable import Exchange, unreliable
-from quiverfl.topologies.view import Looks, View
 
 __all__ = [
     "TOPOLOGIES",
     "Graph",
-    "Looks",
+    "ReportSpec",
+    "ReportView",
     "Topology",
     "TopologyReport",
-    "View",
-    "analyse",
+    "analyze_topology",
     "bandit_push",
     "custom",
     "directed_ring",
     "erdos_renyi",
     "exponential",
-    "find_topology",
     "from_matrix",
     "from_networkx",
     "full",
@@ -72,11 +70,11 @@ EXCHANGES: dict[str, Exchange] = {
     "similar_push": "push",
     "bandit_push": "push",
 }
-"""What these are whatever their weights; others are judged by their matrix."""
+"""The exchange of these, whatever their weights; that of others follows from their matrix."""
 COMMON_OPTIONS = ("participation", "link_failure")
-"""Those that all topologies have."""
+"""Options of all topologies."""
 
-TOPOLOGIES: dict[str, Callable[..., Topology]] = {
+_TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "isolated": isolated,
     "star": star,
     "random_push": random_push,
@@ -94,22 +92,12 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "similar_push": similar_push,
     "bandit_push": bandit_push,
 }
-
-
-def find_topology(name: str) -> Callable[..., Any]:
-    """What makes the topology of this name: one of TOPOLOGIES, or your own `module:function`."""
-    if is_reference(name):
-        return load_callable(name)
-    if name not in TOPOLOGIES:
-        raise QuiverError(
-            f"unknown topology {name!r}: {nearest(name, TOPOLOGIES)} Your own: module:function."
-        )
-    return TOPOLOGIES[name]
+TOPOLOGIES = Registry("topology", _TOPOLOGIES, own="module:function")
 
 
 def topology_options(name: str) -> list[str]:
-    """The options of its own that a topology has by name."""
-    return [option for option in signature(find_topology(name)).parameters if option != "clients"]
+    """Names of a topology's own options."""
+    return [option for option in signature(TOPOLOGIES.find(name)).parameters if option != "clients"]
 
 
 def make_topology(name: str, clients: int, **options: Any) -> Topology:
@@ -121,12 +109,12 @@ def make_topology(name: str, clients: int, **options: Any) -> Topology:
     """
     participation = options.pop("participation", 1.0)
     failure = options.pop("link_failure", 0.0)
-    function = find_topology(name)
+    function = TOPOLOGIES.find(name)
     if is_reference(name) and "seed" in topology_options(name):
         options.setdefault("seed", 0)
-    _check(name, function, options)
+    _check_options(name, function, options)
     topology: Topology = (
-        _own(name, function, clients, options)
+        _make_own(name, function, clients, options)
         if is_reference(name)
         else function(clients, **options)
     )
@@ -136,7 +124,7 @@ def make_topology(name: str, clients: int, **options: Any) -> Topology:
     return topology if participation == 1 else participating(topology, participation, seed)
 
 
-def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     known = signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
@@ -149,8 +137,8 @@ def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) 
         if option not in known:
             raise QuiverError(
                 f"topology {name!r} has no option {option!r}: "
-                f"{nearest(option, {*known, *COMMON_OPTIONS} - {'clients'})} "
-                f"{leave_out(f'topology.{option}')}"
+                f"{suggest(option, {*known, *COMMON_OPTIONS} - {'clients'})} "
+                f"{say_leave_out(f'topology.{option}')}"
             )
     for option, parameter in known.items():
         needed = parameter.default is parameter.empty and parameter.kind.name != "VAR_POSITIONAL"
@@ -158,7 +146,7 @@ def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) 
             raise QuiverError(f"topology {name!r} needs the option {option!r}.")
 
 
-def _own(
+def _make_own(
     name: str, function: Callable[..., Any], clients: int, options: Mapping[str, Any]
 ) -> Topology:
     """The topology of your own function, under the name and options it was asked for with."""
@@ -169,12 +157,12 @@ def _own(
     except Exception as error:
         # Whatever the user's function raises is theirs to see, in one line.
         raise QuiverError(
-            f"topology {name!r} failed ({origin(error)}): {type(error).__name__}: {error}"
+            f"topology {name!r} failed ({describe_origin(error)}): {type(error).__name__}: {error}"
         ) from error
     if isinstance(made, Topology):
         topology = made
     elif callable(made):
-        _of_the_round(name, made)
+        _check_signature(name, made)
         topology = custom(made, clients)
     else:
         raise QuiverError(
@@ -189,14 +177,15 @@ def _own(
     return replace(topology, name=name, options=dict(options))
 
 
-def _of_the_round(name: str, function: Callable[..., Any]) -> None:
-    """Refuse a function of (round, view) that does not say what it looks at."""
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Refuse a function of (round, view) that does not say which reports it needs."""
     try:
         signature(function).bind(0)
     except TypeError:
         raise QuiverError(
             f"topology {name!r} returned a function that cannot be called with the round alone: "
-            "one of (round, view) is returned as custom(function, clients, looks=Looks(loss=True))."
+            "one of (round, view) is returned as custom(function, clients, "
+            "reports=ReportSpec(loss=True))."
         ) from None
     except ValueError:
         return  # Python does not know what it takes

@@ -1,4 +1,4 @@
-"""What a topology is like, measured on its first rounds: is it legal, connected, fast, cheap?
+"""Measure a topology on its first rounds: is it legal, connected, fast, cheap?
 
 Everything works on sparse matrices. Figures that need a dense m × m matrix are left out above a
 number of clients, and the report says so.
@@ -13,10 +13,44 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from quiverfl.topologies.arguments import checked_whole
-from quiverfl.topologies.graph import TOLERANCE, Floats, Graph, Integers
-from quiverfl.topologies.topology import Topology, downloads, links, uploads
-from quiverfl.topologies.unchanging import first_graphs
+from quiverfl.errors import QuiverError
+from quiverfl.seeds import key_hashes
+from quiverfl.topologies.arguments import check_whole
+from quiverfl.topologies.graph import TOLERANCE, Graph
+from quiverfl.topologies.reports import ReportSpec, ReportValues, ReportView
+from quiverfl.topologies.topology import (
+    Topology,
+    build_graph,
+    count_downloads,
+    count_links,
+    count_uploads,
+)
+from quiverfl.types import Floats, Integers
+
+
+def draw_first_graphs(topology: Topology, rounds: int) -> list[Graph]:
+    """Rounds 0 … rounds - 1.
+
+    For an adaptive topology, clients always report the same numbers, drawn once: its choices are
+    most rigid then, and its links fewest.
+    """
+    if topology.reports is None:
+        return [topology(round) for round in range(rounds)]
+    view, graphs = ReportView.empty(topology.reports, topology.clients), []
+    telling = _constant_reports(topology.reports, topology.clients)
+    for round in range(rounds):
+        graphs.append(topology(round, view))
+        view = view.with_messages(round, graphs[-1], telling)
+    return graphs
+
+
+def _constant_reports(looks: ReportSpec, clients: int) -> ReportValues:
+    """Losses and norms in (0, 1), sketches around 0."""
+    places = np.arange(looks.width)
+    bits = key_hashes(looks.seed, "unchanging", np.arange(clients)[:, None], places)
+    drawn = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.where(places < looks.width - looks.sketch, drawn, 2 * drawn - 1).astype(np.float32)
+
 
 PRODUCT_LIMIT = 500
 """Clients up to which products of matrices and their norms are computed."""
@@ -87,22 +121,24 @@ class TopologyReport:
         return {**asdict(self), **derived}
 
 
-def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> TopologyReport:
-    """Look at rounds 0 … rounds - 1 (see first_graphs for topologies that look)."""
-    rounds = checked_whole("analyse", "rounds", rounds, 1, None, "there is no round to look at")
-    graphs = first_graphs(topology, rounds)
-    fixed = all(_same(graphs[0], graph) for graph in graphs[1:])
+def analyze_topology(
+    topology: Topology, rounds: int = 50, message_bytes: int = 0
+) -> TopologyReport:
+    """Look at rounds 0 … rounds - 1 (see first_graphs for adaptive topologies)."""
+    rounds = check_whole("analyse", "rounds", rounds, 1, None, "there is no round to look at")
+    graphs = draw_first_graphs(topology, rounds)
+    fixed = all(_is_same(graphs[0], graph) for graph in graphs[1:])
     columns = all(graph.column_stochastic for graph in graphs)
-    symmetric = all(_symmetric(graph) for graph in _distinct(graphs, fixed))
-    masses = _masses(graphs)
-    traffic = [_traffic(graph) for graph in graphs]
+    symmetric = all(_is_symmetric(graph) for graph in _drop_repeats(graphs, fixed))
+    masses = _compute_masses(graphs)
+    traffic = [_count_traffic(graph) for graph in graphs]
     left_out: list[str] = []
-    contraction = _if_small(topology, PRODUCT_LIMIT, "contraction", left_out)
-    rate, constant = measured_contraction(graphs, columns) if contraction else (None, None)
+    contraction = _is_small(topology, PRODUCT_LIMIT, "contraction", left_out)
+    rate, constant = measure_contraction(graphs, columns) if contraction else (None, None)
     gap = None
-    if fixed and symmetric and _if_small(topology, PRODUCT_LIMIT, "spectral gap", left_out):
-        gap = spectral_gap(graphs[0])
-    window, diameter, window_diameter = _connectivity(topology, graphs, fixed, left_out)
+    if fixed and symmetric and _is_small(topology, PRODUCT_LIMIT, "spectral gap", left_out):
+        gap = compute_spectral_gap(graphs[0])
+    window, diameter, window_diameter = _measure_connectivity(topology, graphs, fixed, left_out)
     return TopologyReport(
         name=topology.name,
         clients=topology.clients,
@@ -113,8 +149,8 @@ def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> Top
         symmetric=symmetric,
         fixed=fixed,
         active=float(np.mean([graph.active.sum() for graph in graphs])),
-        sent=spread([uploads(graph) for graph in graphs]),
-        received=spread([downloads(graph) for graph in graphs]),
+        sent=measure_spread([count_uploads(graph) for graph in graphs]),
+        received=measure_spread([count_downloads(graph) for graph in graphs]),
         window=window,
         diameter=diameter,
         window_diameter=window_diameter,
@@ -132,12 +168,12 @@ def analyse(topology: Topology, rounds: int = 50, message_bytes: int = 0) -> Top
     )
 
 
-def connectivity_window(graphs: Sequence[Graph]) -> int | None:
+def find_connectivity_window(graphs: Sequence[Graph]) -> int | None:
     """The smallest B such that the union of any B consecutive graphs is strongly connected."""
-    return smallest_window(connected_by(graphs))
+    return find_smallest_window(find_connected_ends(graphs))
 
 
-def smallest_window(ends: Sequence[int | None]) -> int | None:
+def find_smallest_window(ends: Sequence[int | None]) -> int | None:
     """B from what `connected_by` found."""
     rounds = len(ends)
     lengths = [rounds + 1 if end is None else end - t + 1 for t, end in enumerate(ends)]
@@ -145,13 +181,13 @@ def smallest_window(ends: Sequence[int | None]) -> int | None:
     return next((b for b in windows if max(lengths[: rounds - b + 1]) <= b), None)
 
 
-def connected_by(graphs: Sequence[Graph]) -> list[int | None]:
+def find_connected_ends(graphs: Sequence[Graph]) -> list[int | None]:
     """For every round the one by which the graphs since then are strongly connected together."""
     patterns = [graph.sparse.astype(bool).astype(np.int64) for graph in graphs]
     links, end = sparse.csr_array(patterns[0].shape, dtype=np.int64), -1
     ends: list[int | None] = []
     for start in range(len(graphs)):
-        while end < start or not strongly_connected(links):
+        while end < start or not is_strongly_connected(links):
             end += 1
             if end == len(graphs):
                 return ends + [None] * (len(graphs) - start)
@@ -162,22 +198,22 @@ def connected_by(graphs: Sequence[Graph]) -> list[int | None]:
     return ends
 
 
-def union(graphs: Sequence[Graph]) -> sparse.csr_array:
-    """The links of all of them."""
+def unite_graphs(graphs: Sequence[Graph]) -> sparse.csr_array:
+    """The union of all links."""
     links = graphs[0].sparse
     for graph in graphs[1:]:
         links = links + graph.sparse
     return links
 
 
-def strongly_connected(links: sparse.csr_array) -> bool:
+def is_strongly_connected(links: sparse.csr_array) -> bool:
     from scipy.sparse.csgraph import connected_components
 
     parts, _ = connected_components(links, directed=True, connection="strong")
     return parts == 1
 
 
-def measured_contraction(
+def measure_contraction(
     graphs: Sequence[Graph], column_stochastic: bool
 ) -> tuple[float, float] | tuple[None, None]:
     """(q, C) with distance_t ≤ C · q^t in every round, q by least squares on the logarithms.
@@ -191,23 +227,23 @@ def measured_contraction(
     product = np.eye(graphs[0].clients)
     distances = [_distance(product, column_stochastic)]
     for graph in graphs:
-        product = _mixed(graph, product)
+        product = _mix(graph, product)
         if not product.sum(axis=1).all():
             return None, None
         distances.append(_distance(product, column_stochastic))
         if distances[-1] <= FLOOR:
             break
-    return _envelope(np.array(distances))
+    return _fit_envelope(np.array(distances))
 
 
-def spectral_gap(graph: Graph) -> float:
+def compute_spectral_gap(graph: Graph) -> float:
     """1 - |λ₂| of a symmetric matrix: 1 is an exact average in one round, 0 is no agreement."""
     if graph.clients == 1:
         return 1.0
     return float(1 - np.sort(np.abs(np.linalg.eigvalsh(graph.weights)))[-2])
 
 
-def diameter_of(links: sparse.csr_array) -> int | None:
+def compute_diameter(links: sparse.csr_array) -> int | None:
     """The longest of the shortest paths; None if somebody cannot be reached."""
     from scipy.sparse.csgraph import shortest_path
 
@@ -215,27 +251,27 @@ def diameter_of(links: sparse.csr_array) -> int | None:
     return int(longest) if np.isfinite(longest) else None
 
 
-def _connectivity(
+def _measure_connectivity(
     topology: Topology, graphs: list[Graph], fixed: bool, left_out: list[str]
 ) -> tuple[int | None, int | None, int | None]:
     """(window, diameter, diameter of the window)."""
-    distinct = _distinct(graphs, fixed)
-    total = sum(links(graph) for graph in distinct)
+    distinct = _drop_repeats(graphs, fixed)
+    total = sum(count_links(graph) for graph in distinct)
     if total > LINK_LIMIT:
         left_out.append(
             f"window and diameter: {total:,} links in these rounds, the limit is {LINK_LIMIT:,}"
         )
         return None, None, None
-    window = connectivity_window(distinct)
-    if not _if_small(topology, PATH_LIMIT, "diameter", left_out):
+    window = find_connectivity_window(distinct)
+    if not _is_small(topology, PATH_LIMIT, "diameter", left_out):
         return window, None, None
-    diameter = diameter_of(distinct[0].sparse)
+    diameter = compute_diameter(distinct[0].sparse)
     if window is None or window == 1:
         return window, diameter, diameter if window else None
-    return window, diameter, diameter_of(union(distinct[:window]))
+    return window, diameter, compute_diameter(unite_graphs(distinct[:window]))
 
 
-def _if_small(topology: Topology, limit: int, figure: str, left_out: list[str]) -> bool:
+def _is_small(topology: Topology, limit: int, figure: str, left_out: list[str]) -> bool:
     if topology.clients <= limit:
         return True
     left_out.append(
@@ -245,37 +281,37 @@ def _if_small(topology: Topology, limit: int, figure: str, left_out: list[str]) 
     return False
 
 
-def _distinct(graphs: list[Graph], fixed: bool) -> list[Graph]:
+def _drop_repeats(graphs: list[Graph], fixed: bool) -> list[Graph]:
     return graphs[:1] if fixed else graphs
 
 
-def _same(one: Graph, other: Graph) -> bool:
+def _is_same(one: Graph, other: Graph) -> bool:
     if one is other:
         return True
-    if one.matrix.shape != other.matrix.shape or links(one) != links(other):
+    if one.matrix.shape != other.matrix.shape or count_links(one) != count_links(other):
         return False
     return not abs(one.matrix - other.matrix).max()
 
 
-def _symmetric(graph: Graph) -> bool:
+def _is_symmetric(graph: Graph) -> bool:
     if graph.one_row:
         weights = graph.matrix.data
         return len(weights) == graph.clients and bool(np.ptp(weights) <= TOLERANCE)
     return bool(np.abs(graph.matrix - graph.matrix.T).max() <= TOLERANCE)
 
 
-def _mixed(graph: Graph, values: Floats) -> Floats:
+def _mix(graph: Graph, values: Floats) -> Floats:
     """P · values, without making the matrix of a graph whose rows are all equal."""
     mixed: Floats = graph.matrix @ values
     return np.repeat(mixed, graph.clients, axis=0) if graph.one_row else mixed
 
 
-def _masses(graphs: Sequence[Graph]) -> list[Floats]:
+def _compute_masses(graphs: Sequence[Graph]) -> list[Floats]:
     """μ after every round: 1 at the start, then μ ← P μ."""
     masses = []
     mass = np.ones(graphs[0].clients)
     for graph in graphs:
-        mass = _mixed(graph, mass)
+        mass = _mix(graph, mass)
         masses.append(mass)
     return masses
 
@@ -286,7 +322,7 @@ def _distance(product: Floats, column_stochastic: bool) -> float:
     return float(np.linalg.norm(debiased - limit, ord=2))
 
 
-def _envelope(distances: Floats) -> tuple[float, float]:
+def _fit_envelope(distances: Floats) -> tuple[float, float]:
     rounds = np.flatnonzero(distances > FLOOR)
     if len(rounds) < 2:
         return 0.0, float(distances[0])
@@ -295,15 +331,93 @@ def _envelope(distances: Floats) -> tuple[float, float]:
     return rate, float((distances[rounds] / rate**rounds).max())
 
 
-def _traffic(graph: Graph) -> tuple[int, int]:
+def _count_traffic(graph: Graph) -> tuple[int, int]:
     """(messages on the network, messages in and out of the busiest): a server sees them all."""
-    both = uploads(graph) + downloads(graph)
+    both = count_uploads(graph) + count_downloads(graph)
     if graph.hub:
         return int(both.sum()), int(both.sum())
-    return int(uploads(graph).sum()), int(both.max())
+    return int(count_uploads(graph).sum()), int(both.max())
 
 
-def spread(counts: list[Integers]) -> Spread:
-    """Over all clients and rounds."""
+def measure_spread(counts: list[Integers]) -> Spread:
+    """Minimum, mean and maximum over all clients and rounds."""
     everything = np.concatenate(counts)
     return Spread(float(everything.min()), float(everything.mean()), float(everything.max()))
+
+
+# Record adaptive graphs and check their connectivity afterwards.
+
+
+CONNECTIVITY_WINDOW = 10
+"""Rounds that should be strongly connected together, unless somebody says otherwise."""
+FAMOUS = 3
+"""Windows that a sentence lists; the rest are counted."""
+
+
+def graph_to_text(graph: Graph) -> str:
+    """The receivers of each client: "1 4;0 2;…"; weights and activity are left out."""
+    links = graph.sparse.tocoo()
+    across = (links.row != links.col) & (links.data != 0)
+    receivers: list[list[str]] = [[] for _ in range(graph.clients)]
+    for sender, receiver in sorted(zip(links.col[across], links.row[across], strict=True)):
+        receivers[sender].append(str(receiver))
+    return ";".join(map(" ".join, receivers))
+
+
+def graph_from_text(text: str) -> Graph:
+    """The links that `graph_to_text` wrote; a client splits its mass evenly over itself and its
+    receivers."""
+    try:
+        chosen = [[int(name) for name in names.split()] for names in text.split(";")]
+        counts = np.array([1 + len(names) for names in chosen])
+        everyone = np.arange(len(chosen))
+        receivers = np.concatenate([[me, *names] for me, names in enumerate(chosen)])
+        senders = np.repeat(everyone, counts)
+        return build_graph(len(chosen), receivers, senders, 1 / counts[senders])
+    except ValueError:
+        raise QuiverError(
+            f"{text[:40]!r} are no links of a graph: the record is damaged."
+        ) from None
+
+
+@dataclass(frozen=True)
+class ConnectivityReport:
+    """Whether the unions of consecutive graphs stayed strongly connected."""
+
+    rounds: int
+    window_rounds: int
+    """How many consecutive rounds were united."""
+    window: int | None
+    """B: every B consecutive graphs together are strongly connected; None: not even all are."""
+    disconnected: tuple[int, ...]
+    """The first rounds, from 0, of the windows that are not connected."""
+
+    def describe(self) -> str:
+        if self.window is None:
+            return f"falls apart: all {self.rounds} rounds together are not strongly connected."
+        if not self.disconnected:
+            span = "every round" if self.window == 1 else f"any {self.window} consecutive rounds"
+            return f"{span} strongly connected (B = {self.window}) in {self.rounds} rounds."
+        examples = ", ".join(
+            f"{t + 1}–{t + self.window_rounds}" for t in self.disconnected[:FAMOUS]
+        )
+        more = len(self.disconnected) - FAMOUS
+        return (
+            f"falls apart: of {self.rounds - self.window_rounds + 1} windows of "
+            f"{self.window_rounds} rounds {len(self.disconnected)} are not strongly connected "
+            f"(rounds {examples}"
+            f"{f' and {more} more' if more > 0 else ''}); "
+            f"any {self.window} consecutive rounds are (B = {self.window})."
+        )
+
+
+def check_connectivity(
+    graphs: Sequence[Graph], window_rounds: int = CONNECTIVITY_WINDOW
+) -> ConnectivityReport:
+    """Unite every window of so many rounds, or of all if there are fewer."""
+    window_rounds = min(window_rounds, len(graphs))
+    ends = find_connected_ends(graphs)
+    starts = range(len(graphs) - window_rounds + 1)
+    last = [len(graphs) if end is None else end for end in ends]
+    disconnected = tuple(t for t in starts if last[t] >= t + window_rounds)
+    return ConnectivityReport(len(graphs), window_rounds, find_smallest_window(ends), disconnected)

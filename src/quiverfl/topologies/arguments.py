@@ -8,7 +8,7 @@ from typing import SupportsIndex
 from quiverfl.errors import QuiverError
 
 
-def checked_whole(
+def check_whole(
     topology: str, option: str, value: object, low: int, high: int | None, why: str
 ) -> int:
     """The value as an int in low … high, or a sentence saying why not."""
@@ -24,22 +24,23 @@ def checked_whole(
     return number
 
 
-def checked_clients(topology: str, clients: object) -> int:
-    return checked_whole(topology, "clients", clients, 1, None, "a graph needs somebody in it")
+def check_clients(topology: str, clients: object) -> int:
+    return check_whole(topology, "clients", clients, 1, None, "a graph needs somebody in it")
 
 
-def checked_neighbors(topology: str, neighbors: object, clients: int) -> int:
+def check_neighbors(topology: str, neighbors: object, clients: int) -> int:
     """Neighbours beside oneself: 1 … clients - 1."""
     if clients == 1:
         raise QuiverError(
             f"{topology}: one client has no neighbours to draw; "
             "give more clients, or use the topology 'isolated'."
         )
-    why = f"each of {clients} clients has {clients - 1} others to be its neighbours"
-    return checked_whole(topology, "neighbors", neighbors, 1, clients - 1, why)
+    others = "one other" if clients == 2 else f"{clients - 1} others"
+    why = f"each of {clients} clients has {others} to be its neighbours"
+    return check_whole(topology, "neighbors", neighbors, 1, clients - 1, why)
 
 
-def share(topology: str, option: str, value: float, zero: bool) -> float:
+def check_fraction(topology: str, option: str, value: float, zero: bool) -> float:
     """A number in [0, 1], or in (0, 1] where zero makes no sense."""
     if not (0 <= value <= 1) or (value == 0 and not zero):
         interval = "[0, 1]" if zero else "(0, 1]"

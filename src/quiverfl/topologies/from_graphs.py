@@ -1,4 +1,4 @@
-"""Graphs that somebody else made: networkx, a matrix, a function; and weights for them."""
+"""Topologies from networkx graphs, a matrix or your own function; Metropolis weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from scipy import sparse
 
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.topologies.arguments import checked_clients
-from quiverfl.topologies.graph import Floats, Graph, Integers
-from quiverfl.topologies.topology import Topology, from_entries
-from quiverfl.topologies.view import Looks, View, not_too_many
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.options import refuse_old_names
+from quiverfl.topologies.arguments import check_clients
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.reports import ReportSpec, ReportView, check_client_count
+from quiverfl.topologies.topology import Topology, build_graph
+from quiverfl.types import Floats, Integers
 
 if TYPE_CHECKING:  # only to name the type: networkx is the caller's, and slow to import
     import networkx as nx
@@ -28,10 +30,10 @@ def metropolis(adjacency: Any) -> sparse.csr_array:
 
     1/(1 + the larger of the two degrees) on an edge, the rest of the row on the diagonal.
     """
-    links = _square("metropolis", adjacency)
+    links = _check_square("metropolis", adjacency)
     links.eliminate_zeros()
     first, second = (ends.astype(np.int64) for ends in links.nonzero())
-    if not _mirrored(links.shape[0], first, second):
+    if not _is_symmetric(links.shape[0], first, second):
         raise QuiverError(
             "metropolis: the adjacency matrix is not symmetric, so its graph is directed; "
             "use from_networkx(graph, weights='out') or weights='in'."
@@ -48,7 +50,7 @@ def metropolis_graph(clients: int, first: Integers, second: Integers) -> Graph:
     shares = 1 / (1 + np.maximum(degrees[low], degrees[high]))
     given = np.bincount(low, shares, clients) + np.bincount(high, shares, clients)
     everyone = np.arange(clients)
-    return from_entries(
+    return build_graph(
         clients,
         np.concatenate([low, high, everyone]),
         np.concatenate([high, low, everyone]),
@@ -65,20 +67,20 @@ def from_networkx(graph: nx.Graph[Any], weights: Weighting | None = None) -> Top
     rows sum to 1. Nodes 0 … m - 1 are the clients of that number, other labels are numbered in
     the graph's own order. Edge weights and self-loops of the networkx graph are not used.
     """
-    clients = checked_clients("from_networkx", graph.number_of_nodes())
+    clients = check_clients("from_networkx", graph.number_of_nodes())
     chosen = weights or ("out" if graph.is_directed() else "metropolis")
     if chosen not in _WEIGHTINGS:
-        raise QuiverError(f"from_networkx: weights = {chosen!r}: {nearest(chosen, _WEIGHTINGS)}")
+        raise QuiverError(f"from_networkx: weights = {chosen!r}: {suggest(chosen, _WEIGHTINGS)}")
     if chosen == "metropolis" and graph.is_directed():
         raise QuiverError(
             "from_networkx: metropolis weights need an undirected graph and this one is directed; "
             "use weights='out' or weights='in', or graph.to_undirected()."
         )
-    senders, receivers = _edges(graph)
+    senders, receivers = _read_edges(graph)
     if chosen == "metropolis":
         drawn = metropolis_graph(clients, senders, receivers)
     else:
-        drawn = _even_shares(clients, senders, receivers, by=chosen)
+        drawn = _even_weights(clients, senders, receivers, by=chosen)
     return Topology.fixed("from_networkx", drawn, weights=chosen)
 
 
@@ -87,18 +89,21 @@ def from_matrix(matrix: Any) -> Topology:
     return Topology.fixed("from_matrix", as_graph("from_matrix", matrix, None))
 
 
+@refuse_old_names(looks="reports")
 def custom(
-    function: Callable[..., Graph | Matrix], clients: int, looks: Looks | None = None
+    function: Callable[..., Graph | Matrix], clients: int, reports: ReportSpec | None = None
 ) -> Topology:
     """Your own function of the round: a Graph, or a matrix weights[receiver, sender].
 
-    It must be pure: the same round gives the same graph, whoever asks and how often. With `looks`
-    it is a function of (round, view), and the view has what was asked for.
+    It must be pure: the same round gives the same graph, whoever asks and how often. With
+    `reports` it is a function of (round, view), and the view has the reports asked for.
     """
-    clients = checked_clients("custom", clients)
-    if looks is not None:
-        not_too_many("custom", clients)
-    return Topology("custom", clients, partial(_asked, function, clients), looks=looks)
+    clients = check_clients("custom", clients)
+    if reports is not None:
+        check_client_count("custom", clients)
+    return Topology(
+        "custom", clients, partial(_call_own_function, function, clients), reports=reports
+    )
 
 
 def as_graph(name: str, matrix: Any, clients: int | None) -> Graph:
@@ -117,12 +122,12 @@ def as_graph(name: str, matrix: Any, clients: int | None) -> Graph:
 
 
 def _from_matrix(name: str, matrix: Any) -> Graph:
-    links = _square(name, matrix).astype(np.float64).tocoo()
+    links = _check_square(name, matrix).astype(np.float64).tocoo()
     receivers, senders = (ends.astype(np.int64) for ends in (links.row, links.col))
-    return from_entries(links.shape[0], receivers, senders, links.data)
+    return build_graph(links.shape[0], receivers, senders, links.data)
 
 
-def _square(name: str, matrix: Any) -> sparse.csr_array:
+def _check_square(name: str, matrix: Any) -> sparse.csr_array:
     shape = matrix.shape if hasattr(matrix, "shape") else np.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise QuiverError(f"{name}: a square matrix, clients × clients, is needed, got {shape}.")
@@ -132,7 +137,7 @@ def _square(name: str, matrix: Any) -> sparse.csr_array:
         raise QuiverError(f"{name}: the matrix does not hold numbers: {problem}") from None
 
 
-def _edges(graph: nx.Graph[Any]) -> tuple[Integers, Integers]:
+def _read_edges(graph: nx.Graph[Any]) -> tuple[Integers, Integers]:
     nodes = list(graph.nodes)
     if set(nodes) == set(range(len(nodes))):
         nodes = list(range(len(nodes)))
@@ -144,24 +149,26 @@ def _edges(graph: nx.Graph[Any]) -> tuple[Integers, Integers]:
     return ends[:, 0], ends[:, 1]
 
 
-def _even_shares(
+def _even_weights(
     clients: int, senders: Integers, receivers: Integers, by: Literal["out", "in"]
 ) -> Graph:
-    links = np.unique(np.concatenate([receivers * clients + senders, _diagonal(clients)]))
+    links = np.unique(np.concatenate([receivers * clients + senders, _diagonal_links(clients)]))
     receivers, senders = links // clients, links % clients
     owner = senders if by == "out" else receivers
-    return from_entries(
+    return build_graph(
         clients, receivers, senders, 1 / np.bincount(owner, minlength=clients)[owner]
     )
 
 
-def _mirrored(clients: int, first: Integers, second: Integers) -> bool:
+def _is_symmetric(clients: int, first: Integers, second: Integers) -> bool:
     return np.array_equal(np.sort(first * clients + second), np.sort(second * clients + first))
 
 
-def _diagonal(clients: int) -> Integers:
+def _diagonal_links(clients: int) -> Integers:
     return np.arange(clients) * (clients + 1)
 
 
-def _asked(function: Callable[..., Graph | Matrix], clients: int, round: int, *view: View) -> Graph:
+def _call_own_function(
+    function: Callable[..., Graph | Matrix], clients: int, round: int, *view: ReportView
+) -> Graph:
     return as_graph(f"custom topology, round {round}", function(round, *view), clients)

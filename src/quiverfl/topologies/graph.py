@@ -7,25 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from scipy import sparse
 
 from quiverfl.errors import QuiverError
-from quiverfl.topologies.shown_graph import ShownGraph
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Integers: TypeAlias = npt.NDArray[np.int64]
-Flags: TypeAlias = npt.NDArray[np.bool_]
+from quiverfl.topologies.shown_graph import GraphCard
+from quiverfl.types import Flags, Floats, Integers
 
 DENSE_LIMIT = 5_000
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Graph(ShownGraph):
+class Graph(GraphCard):
     """One round. `hub` marks a star: clients talk to a server only, which counts in the bytes."""
 
     matrix: sparse.csr_array

@@ -13,11 +13,12 @@ from functools import partial
 import numpy as np
 
 from quiverfl.errors import QuiverError
-from quiverfl.seeds import hashed
-from quiverfl.topologies.arguments import checked_clients, checked_neighbors, share
+from quiverfl.seeds import key_hashes
+from quiverfl.topologies.arguments import check_clients, check_fraction, check_neighbors
 from quiverfl.topologies.from_graphs import metropolis_graph
-from quiverfl.topologies.graph import Flags, Graph, Integers
-from quiverfl.topologies.topology import Topology, from_entries
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.topology import Topology, build_graph
+from quiverfl.types import Flags, Integers
 
 SWEEPS = 12
 """Passes over the edges of random_regular. One suffices in large graphs, small dense ones refuse
@@ -29,8 +30,8 @@ def random_push(clients: int, neighbors: int, seed: int = 0, static: bool = Fals
 
     The graph of DFedPGP's Algorithm 1; with it μ moves and Σμ is conserved.
     """
-    clients = checked_clients("random_push", clients)
-    neighbors = checked_neighbors("random_push", neighbors, clients)
+    clients = check_clients("random_push", clients)
+    neighbors = check_neighbors("random_push", neighbors, clients)
     draw = partial(_push, clients, neighbors, seed)
     return _topology("random_push", clients, draw, static, neighbors=neighbors, seed=seed)
 
@@ -41,16 +42,16 @@ def random_pull(clients: int, neighbors: int, seed: int = 0, static: bool = Fals
     What DFedPGP's appendix describes. μ stays 1, and the mean over clients is not conserved, so
     the paper's theorem does not cover it.
     """
-    clients = checked_clients("random_pull", clients)
-    neighbors = checked_neighbors("random_pull", neighbors, clients)
+    clients = check_clients("random_pull", clients)
+    neighbors = check_neighbors("random_pull", neighbors, clients)
     draw = partial(_pull, clients, neighbors, seed)
     return _topology("random_pull", clients, draw, static, neighbors=neighbors, seed=seed)
 
 
 def random_regular(clients: int, neighbors: int, seed: int = 0, static: bool = False) -> Topology:
     """Undirected, every client with n neighbours, weights 1/(n + 1): rows and columns sum to 1."""
-    clients = checked_clients("random_regular", clients)
-    neighbors = checked_neighbors("random_regular", neighbors, clients)
+    clients = check_clients("random_regular", clients)
+    neighbors = check_neighbors("random_regular", neighbors, clients)
     if clients * neighbors % 2:
         remedy = " or ".join(str(n) for n in (neighbors - 1, neighbors + 1) if 0 < n < clients)
         raise QuiverError(
@@ -64,8 +65,8 @@ def random_regular(clients: int, neighbors: int, seed: int = 0, static: bool = F
 
 def erdos_renyi(clients: int, probability: float, seed: int = 0, static: bool = False) -> Topology:
     """Undirected, every pair linked with a probability, Metropolis weights; some may be alone."""
-    clients = checked_clients("erdos_renyi", clients)
-    probability = share("erdos_renyi", "probability", probability, zero=True)
+    clients = check_clients("erdos_renyi", clients)
+    probability = check_fraction("erdos_renyi", "probability", probability, zero=True)
     draw = partial(_erdos_renyi, clients, probability, seed)
     return _topology("erdos_renyi", clients, draw, static, probability=probability, seed=seed)
 
@@ -79,18 +80,18 @@ def _topology(
 
 
 def _push(clients: int, neighbors: int, seed: int, round: int) -> Graph:
-    owner, other = _choices("random_push", clients, neighbors, seed, round)
+    owner, other = _draw_others("random_push", clients, neighbors, seed, round)
     weights = np.full(len(owner), 1 / (neighbors + 1))
-    return from_entries(clients, receivers=other, senders=owner, weights=weights)
+    return build_graph(clients, receivers=other, senders=owner, weights=weights)
 
 
 def _pull(clients: int, neighbors: int, seed: int, round: int) -> Graph:
-    owner, other = _choices("random_pull", clients, neighbors, seed, round)
+    owner, other = _draw_others("random_pull", clients, neighbors, seed, round)
     weights = np.full(len(owner), 1 / (neighbors + 1))
-    return from_entries(clients, receivers=owner, senders=other, weights=weights)
+    return build_graph(clients, receivers=owner, senders=other, weights=weights)
 
 
-def _choices(
+def _draw_others(
     purpose: str, clients: int, neighbors: int, seed: int, round: int
 ) -> tuple[Integers, Integers]:
     """(owner, chosen) pairs: everyone chooses itself and n distinct others.
@@ -99,7 +100,7 @@ def _choices(
     depends on (seed, round, client) and on nobody else's.
     """
     everyone = np.arange(clients)
-    bits = hashed(seed, purpose, round, everyone[:, None], np.arange(neighbors))
+    bits = key_hashes(seed, purpose, round, everyone[:, None], np.arange(neighbors))
     chosen: Integers = np.empty((clients, neighbors), dtype=np.int64)
     for step in range(neighbors):
         last = clients - 1 - neighbors + step
@@ -114,14 +115,14 @@ def _choices(
 
 def _regular(clients: int, neighbors: int, seed: int, round: int) -> Graph:
     edges = _lattice(clients, neighbors)
-    edges = np.argsort(hashed(seed, "random_regular", round, np.arange(clients)))[edges]
+    edges = np.argsort(key_hashes(seed, "random_regular", round, np.arange(clients)))[edges]
     for sweep in range(1, SWEEPS + 1):
-        keys = hashed(seed, "random_regular", round, sweep, np.arange(len(edges)))
-        edges = _switched(edges[np.argsort(keys)], keys % np.uint64(2) == 1, clients)
+        keys = key_hashes(seed, "random_regular", round, sweep, np.arange(len(edges)))
+        edges = _switch_edges(edges[np.argsort(keys)], keys % np.uint64(2) == 1, clients)
     everyone = np.arange(clients)
     ends = np.concatenate([edges, edges[:, ::-1], np.stack([everyone, everyone], axis=1)])
     weights = np.full(len(ends), 1 / (neighbors + 1))
-    return from_entries(clients, receivers=ends[:, 0], senders=ends[:, 1], weights=weights)
+    return build_graph(clients, receivers=ends[:, 0], senders=ends[:, 1], weights=weights)
 
 
 def _lattice(clients: int, neighbors: int) -> Integers:
@@ -137,7 +138,7 @@ def _lattice(clients: int, neighbors: int) -> Integers:
     return np.concatenate(parts)
 
 
-def _switched(edges: Integers, flip: Flags, clients: int) -> Integers:
+def _switch_edges(edges: Integers, flip: Flags, clients: int) -> Integers:
     """Consecutive edges a – b, c – d become a – c, b – d wherever that keeps the graph simple.
 
     Degrees never change and a switch that would make a loop or a double edge is left out, so the
@@ -148,7 +149,9 @@ def _switched(edges: Integers, flip: Flags, clients: int) -> Integers:
     first, second = edges[: 2 * pairs : 2], edges[1 : 2 * pairs : 2]
     proposed = np.stack([first[:, 0], second[:, 0], first[:, 1], second[:, 1]], axis=1)
     new = proposed.reshape(-1, 2)
-    bad = (new[:, 0] == new[:, 1]) | _repeated(_names(edges, clients), _names(new, clients))
+    bad = (new[:, 0] == new[:, 1]) | _find_repeated(
+        _number_edges(edges, clients), _number_edges(new, clients)
+    )
     accepted = ~bad.reshape(-1, 2).any(axis=1)
     switched = edges.copy()
     switched[: 2 * pairs : 2][accepted] = proposed[accepted, :2]
@@ -156,7 +159,7 @@ def _switched(edges: Integers, flip: Flags, clients: int) -> Integers:
     return switched
 
 
-def _repeated(known: Integers, new: Integers) -> Flags:
+def _find_repeated(known: Integers, new: Integers) -> Flags:
     """Which of the new numbers are known already, or stand earlier among the new ones."""
     numbers = np.concatenate([known, new])
     order = np.argsort(numbers, kind="stable")
@@ -165,14 +168,14 @@ def _repeated(known: Integers, new: Integers) -> Flags:
     return repeated[len(known) :]
 
 
-def _names(edges: Integers, clients: int) -> Integers:
+def _number_edges(edges: Integers, clients: int) -> Integers:
     """One number per undirected edge."""
     names: Integers = edges.min(axis=1) * clients + edges.max(axis=1)
     return names
 
 
 def _erdos_renyi(clients: int, probability: float, seed: int, round: int) -> Graph:
-    pairs = _linked(clients * (clients - 1) // 2, probability, seed, round)
+    pairs = _draw_linked(clients * (clients - 1) // 2, probability, seed, round)
     # Pair numbers run over (0, 1), (0, 2), …, (1, 2), …: client i's block starts at starts[i].
     everyone = np.arange(clients)
     starts = everyone * (clients - 1) - everyone * (everyone - 1) // 2
@@ -180,7 +183,7 @@ def _erdos_renyi(clients: int, probability: float, seed: int, round: int) -> Gra
     return metropolis_graph(clients, low, pairs - starts[low] + low + 1)
 
 
-def _linked(pairs: int, probability: float, seed: int, round: int) -> Integers:
+def _draw_linked(pairs: int, probability: float, seed: int, round: int) -> Integers:
     """Which of the pairs are linked, at a cost that grows with the links and not with the pairs.
 
     The gap to the next linked pair is geometric, so gaps are drawn until they pass the end.
@@ -193,7 +196,7 @@ def _linked(pairs: int, probability: float, seed: int, round: int) -> Integers:
     reached = -1
     while reached < pairs:
         counters = np.arange(len(drawn), len(drawn) + block)
-        bits = hashed(seed, "erdos_renyi", round, counters) >> np.uint64(11)
+        bits = key_hashes(seed, "erdos_renyi", round, counters) >> np.uint64(11)
         uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
         with np.errstate(over="ignore"):  # the tiniest probabilities: a gap past every end
             gaps = np.minimum(np.log(uniform) / math.log1p(-probability), pairs)

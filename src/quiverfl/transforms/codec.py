@@ -1,16 +1,23 @@
-"""One client's coded leaf as bytes, and back: what travels, and what accounting counts.
+"""Compressed leaves and messages as bytes, and back.
 
     quantize   every block's scale (bfloat16), then b bits a number, offset to 0 … 2^b - 2
-    top_k      the places of every block's numbers (a byte each, rising), then the numbers
-    random_k   the numbers; places follow from the seed, the round, the client and the leaf
+    top_k      the indices of every block's numbers (a byte each, rising), then the numbers
+    random_k   the numbers; indices follow from the seed, the round, the client and the leaf
 
 Everything is little-endian. Decoding gives the very numbers that a simulation mixes. Bytes that no
 encoder could have written are refused.
+
+The codes of a message's leaves follow each other in the order of their names. Encoding and decoding
+are pure functions of the message, the seed, the round and the client (`Origin`): a sender that
+repeats a message repeats its bytes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,59 +26,57 @@ from torch import Tensor
 
 from quiverfl.errors import QuiverError
 from quiverfl.transforms.compression import INDEX_BYTES, Compression, Quantize, RandomK, TopK
-from quiverfl.transforms.dither import BLOCK, Draws
+from quiverfl.transforms.noise import BLOCK, ClientDither, Dither
+from quiverfl.types import AnyArray
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Malformed(QuiverError):
-    """Bytes that are no code of such a leaf."""
+    """The bytes are no code of such a leaf."""
 
 
-def encode(compression: Compression, leaf: Tensor, draws: Draws) -> bytes:
-    """A leaf [numbers] of the one client that `draws` are of."""
+def encode(compression: Compression, leaf: Tensor, dither: ClientDither) -> bytes:
+    """The code of a leaf [numbers] of the one client that `dither` belongs to."""
     if not bool(torch.isfinite(leaf).all()):
         raise QuiverError("a leaf with numbers that are not finite cannot be coded.")
-    whole, rest = _blocks(leaf)
+    whole, rest = _split_blocks(leaf)
     if isinstance(compression, Quantize):
-        return _quantized(compression, whole, rest, draws)
-    parts = [part for part in (whole, rest) if part.numel()]
+        return _encode_quantized(compression, whole, rest, dither)
+    parts = [(part, first) for part, first in ((whole, 0), (rest, len(whole))) if part.numel()]
     if isinstance(compression, RandomK):
-        found = [
-            part.gather(-1, _chosen(compression, draws, first, part.shape))
-            for part, first in zip((whole, rest), (0, len(whole)), strict=True)
-            if part.numel()
-        ]
-        return b"".join(_little(values).tobytes() for values in found)
-    assert isinstance(compression, TopK)
-    places = [compression.places(part).sort(dim=-1).values for part in parts]
-    values = [part.gather(-1, at) for part, at in zip(parts, places, strict=True)]
-    indices = b"".join(at.to(torch.uint8).numpy().tobytes() for at in places)
-    return indices + b"".join(_little(found).tobytes() for found in values)
+        indices = [_draw_indices(compression, dither, first, part.shape) for part, first in parts]
+        head = b""
+    else:
+        assert isinstance(compression, TopK)
+        indices = [compression.select_indices(part).sort(dim=-1).values for part, _ in parts]
+        head = b"".join(index.to(torch.uint8).numpy().tobytes() for index in indices)
+    values = [part.gather(-1, index) for (part, _), index in zip(parts, indices, strict=True)]
+    return head + b"".join(_to_little_endian(value).tobytes() for value in values)
 
 
 def decode(
-    compression: Compression, code: bytes, numbers: int, dtype: torch.dtype, draws: Draws
+    compression: Compression, code: bytes, numbers: int, dtype: torch.dtype, dither: ClientDither
 ) -> Tensor:
-    """The leaf [numbers] that a sender's bytes stand for; `draws` are the sender's."""
-    wanted = compression.bytes_of(numbers, dtype.itemsize)
-    if len(code) != wanted:
+    """The leaf [numbers] that a sender's bytes stand for; `dither` is the sender's."""
+    size = compression.coded_bytes(numbers, dtype.itemsize)
+    if len(code) != size:
         raise Malformed(
-            f"a {compression.name} code of {numbers} numbers has {wanted} bytes, not {len(code)}."
+            f"a {compression.name} code of {numbers} numbers has {size} bytes, not {len(code)}."
         )
     content = np.frombuffer(code, dtype=np.uint8)
     if isinstance(compression, Quantize):
-        return _dequantized(compression, content, numbers, dtype)
+        return _decode_quantized(compression, content, numbers, dtype)
     assert isinstance(compression, TopK | RandomK)
-    total = compression.total(numbers)
-    places, values = content[: len(code) - total * dtype.itemsize], content
-    values = values[len(places) :]
-    found = torch.from_numpy(values.view(_kind(dtype)).astype(_kind(dtype).newbyteorder("=")))
-    if not bool(torch.isfinite(found).all()):
+    total = compression.count_leaf(numbers)
+    cut = len(code) - total * dtype.itemsize
+    head, tail = content[:cut], content[cut:].view(_little_endian(dtype))
+    values = torch.from_numpy(tail.astype(tail.dtype.newbyteorder("=")))
+    if not bool(torch.isfinite(values).all()):
         raise Malformed("a code with numbers that are not finite.")
     blocks, rest = divmod(numbers, BLOCK)
     result = torch.zeros(numbers, dtype=dtype)
-    cut = blocks * compression.kept(BLOCK)
+    cut = blocks * compression.count_block(BLOCK)
     for first, begin, end, count, width in (
         (0, 0, cut, blocks, BLOCK),
         (blocks, cut, total, 1, rest),
@@ -79,37 +84,40 @@ def decode(
         if not count or not width:
             continue
         into = result[first * BLOCK : first * BLOCK + count * width].view(count, width)
-        some = found[begin:end].view(count, -1)
         if isinstance(compression, TopK):
-            at = _rising(places[begin * INDEX_BYTES : end * INDEX_BYTES], count, width)
+            index = _read_indices(head[begin * INDEX_BYTES : end * INDEX_BYTES], count, width)
         else:
-            at = _chosen(compression, draws, first, torch.Size((count, width)))
-        into.scatter_(-1, at, some)
+            index = _draw_indices(compression, dither, first, torch.Size((count, width)))
+        into.scatter_(-1, index, values[begin:end].view(count, -1))
     return result
 
 
-def _quantized(compression: Quantize, whole: Tensor, rest: Tensor, draws: Draws) -> bytes:
+def _encode_quantized(
+    compression: Quantize, whole: Tensor, rest: Tensor, dither: ClientDither
+) -> bytes:
     scales, codes = [], []
     for part, first in ((whole, 0), (rest, len(whole))):
         if part.numel():
-            noise = draws.at(first, len(part))[0, :, : part.shape[1]]
+            own = dither.at(first, len(part))[0, :, : part.shape[1]]
             scale = compression.scales(part)
             scales.append(scale.reshape(-1))
-            codes.append(compression.codes(part, scale, noise).reshape(-1))
+            codes.append(compression.codes(part, scale, own).reshape(-1))
     if not codes:
         return b""
     heads = torch.cat(scales).bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()
     offset = (torch.cat(codes) + compression.levels).to(torch.uint8).numpy()
-    return heads + _packed(offset, compression.bits).tobytes()
+    return heads + _pack_bits(offset, compression.bits).tobytes()
 
 
-def _dequantized(compression: Quantize, content: Bytes, numbers: int, dtype: torch.dtype) -> Tensor:
+def _decode_quantized(
+    compression: Quantize, content: Bytes, numbers: int, dtype: torch.dtype
+) -> Tensor:
     blocks = -(-numbers // BLOCK)
     heads = content[: 2 * blocks].view("<i2").astype(np.int16)
     scales = torch.from_numpy(heads).view(torch.bfloat16).to(dtype)
     if not bool((torch.isfinite(scales) & (scales > 0)).all()):
         raise Malformed("a quantize code with a scale that is not a positive number.")
-    offset, spare = _unpacked(content[2 * blocks :], compression.bits, numbers)
+    offset, spare = _unpack_bits(content[2 * blocks :], compression.bits, numbers)
     if offset.max(initial=0) > 2 * compression.levels:
         raise Malformed(
             f"a quantize code with a number above {2 * compression.levels}, which "
@@ -118,33 +126,35 @@ def _dequantized(compression: Quantize, content: Bytes, numbers: int, dtype: tor
     if spare.any():
         raise Malformed("a quantize code with bits after its last number.")
     codes = torch.from_numpy(offset.astype(np.int16)).to(dtype) - compression.levels
-    found = codes * scales.repeat_interleave(BLOCK)[:numbers]
-    if not bool(torch.isfinite(found).all()):
+    values = codes * scales.repeat_interleave(BLOCK)[:numbers]
+    if not bool(torch.isfinite(values).all()):
         raise Malformed("a quantize code with a scale so large that its numbers are not finite.")
-    return found
+    return values
 
 
-def _blocks(leaf: Tensor) -> tuple[Tensor, Tensor]:
-    """The whole blocks [count, BLOCK], and the rest, [1, numbers] or nothing."""
+def _split_blocks(leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """The complete blocks [count, BLOCK], and the rest, [1, numbers] or nothing."""
     count = len(leaf) // BLOCK
     rest = leaf[count * BLOCK :]
     return leaf[: count * BLOCK].view(count, BLOCK), rest.view(1 if len(rest) else 0, len(rest))
 
 
-def _chosen(compression: RandomK, draws: Draws, first: int, shape: torch.Size) -> Tensor:
-    return compression.places(draws.at(first, shape[0])[0, :, : shape[1]])
+def _draw_indices(
+    compression: RandomK, dither: ClientDither, first: int, shape: torch.Size
+) -> Tensor:
+    return compression.select_indices(dither.at(first, shape[0])[0, :, : shape[1]])
 
 
-def _rising(places: Bytes, count: int, width: int) -> Tensor:
-    at = torch.from_numpy(places.astype(np.int64)).view(count, -1)
-    if int(at.max()) >= width or bool((at.diff(dim=-1) <= 0).any()):
+def _read_indices(head: Bytes, count: int, width: int) -> Tensor:
+    indices = torch.from_numpy(head.astype(np.int64)).view(count, -1)
+    if int(indices.max()) >= width or bool((indices.diff(dim=-1) <= 0).any()):
         raise Malformed(
             f"a top_k code whose places do not rise, or are not below {width}, the size of a block."
         )
-    return at
+    return indices
 
 
-def _packed(codes: Bytes, bits: int) -> Bytes:
+def _pack_bits(codes: Bytes, bits: int) -> Bytes:
     """Several numbers to a byte, the first in the lowest bits."""
     each = 8 // bits
     padded = np.pad(codes, (0, -len(codes) % each)).reshape(-1, each)
@@ -153,18 +163,85 @@ def _packed(codes: Bytes, bits: int) -> Bytes:
     return packed
 
 
-def _unpacked(packed: Bytes, bits: int, numbers: int) -> tuple[Bytes, Bytes]:
+def _unpack_bits(packed: Bytes, bits: int, numbers: int) -> tuple[Bytes, Bytes]:
     """The numbers, and what is behind the last one."""
     each = 8 // bits
     shifts = np.arange(each, dtype=np.uint8) * np.uint8(bits)
-    found = ((packed[:, None] >> shifts) & np.uint8(2**bits - 1)).reshape(-1)
-    return found[:numbers], found[numbers:]
+    codes = ((packed[:, None] >> shifts) & np.uint8(2**bits - 1)).reshape(-1)
+    return codes[:numbers], codes[numbers:]
 
 
-def _kind(dtype: torch.dtype) -> Any:
+def _little_endian(dtype: torch.dtype) -> Any:
     return np.dtype({torch.float32: "<f4", torch.float64: "<f8"}[dtype])
 
 
-def _little(values: Tensor) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = values.numpy().astype(_kind(values.dtype))
-    return found
+def _to_little_endian(values: Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = values.numpy().astype(_little_endian(values.dtype))
+    return array
+
+
+TYPES = {"f4": torch.float32, "f8": torch.float64}
+
+
+class Origin(NamedTuple):
+    """The client and the round of a message, which decide its dither."""
+
+    client: int
+    round: int
+
+
+@dataclass(frozen=True)
+class MessageCodec:
+    """Encodes and decodes the messages of a run, for all clients alike."""
+
+    compression: Compression
+    seed: int
+
+    def coded_bytes(self, sizes: Mapping[str, tuple[int, int]]) -> int:
+        """Bytes of a coded message; `sizes`: numbers of every leaf, and bytes of a number."""
+        return sum(self.compression.coded_bytes(*size) for size in sizes.values())
+
+    def encode(self, message: Mapping[str, AnyArray], origin: Origin) -> bytes:
+        parts = (
+            encode(
+                self.compression, _to_tensor(message[name]), self._dither(name, leaf.size, origin)
+            )
+            for name, leaf in sorted(message.items())
+        )
+        return b"".join(parts)
+
+    def decode(
+        self, code: bytes, kinds: Mapping[str, tuple[int, np.dtype[Any]]], origin: Origin
+    ) -> dict[str, AnyArray]:
+        """The leaves; `kinds`: numbers and type of each. All other bytes raise Malformed."""
+        message, start = {}, 0
+        for name, (numbers, kind) in sorted(kinds.items()):
+            end = start + self.compression.coded_bytes(numbers, kind.itemsize)
+            dither = self._dither(name, numbers, origin)
+            dtype = TYPES[kind.str[1:]]
+            leaf = decode(self.compression, code[start:end], numbers, dtype, dither)
+            message[name], start = leaf.numpy(), end
+        if start != len(code):
+            raise Malformed(f"a coded message has {len(code) - start} bytes too many.")
+        return message
+
+    def transmit(self, message: Mapping[str, AnyArray], origin: Origin) -> dict[str, AnyArray]:
+        """What receivers decode of a message: Q(u)."""
+        kinds = {name: (leaf.size, leaf.dtype) for name, leaf in message.items()}
+        flat = self.decode(self.encode(message, origin), kinds, origin)
+        return {name: flat[name].reshape(leaf.shape) for name, leaf in message.items()}
+
+    def _dither(self, name: str, numbers: int, origin: Origin) -> ClientDither:
+        dither = _dither_of_round(self.seed, origin.round)
+        return dither.of(name, np.array([origin.client]), numbers)
+
+
+@lru_cache(maxsize=2)
+def _dither_of_round(seed: int, round: int) -> Dither:
+    """Cached for the leaves of a message: the table of a round is drawn once."""
+    return Dither(seed, round)
+
+
+def _to_tensor(leaf: AnyArray) -> torch.Tensor:
+    flat = np.ascontiguousarray(leaf).reshape(-1)
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())

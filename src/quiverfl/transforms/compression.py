@@ -1,8 +1,8 @@
-"""What a client sends in place of its numbers: fewer bits of each, or fewer of them.
+"""Compression: fewer bits of each number, or fewer numbers.
 
 A leaf is cut into blocks of 96 numbers, each coded by itself, so that a layer of small weights is
-coded as finely as one of large ones, and rows, ranks and peers code alike. `sent` gives the numbers
-that a receiver decodes; codec.py has the bytes.
+coded as finely as one of large ones, and rows, ranks and peers code alike. `transmit` gives the
+numbers that a receiver decodes; codec.py has the bytes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from quiverfl.errors import QuiverError
-from quiverfl.methods.options import Fraction, check_options
-from quiverfl.transforms.dither import BLOCK
+from quiverfl.options import Fraction, check_options
+from quiverfl.transforms.noise import BLOCK
 
 Feedback = Literal["auto", "remainder", "replica"]
-"""What becomes of what is not sent.
+"""What happens to the part of a message that is not sent.
 
     remainder   it stays with its sender: u' = u - Q(u) + Σ P · Q(u), on every graph
-    replica     differences to a replica x̂ that neighbours keep are sent, as CHOCO-SGD has it:
+    replica     clients send differences to a replica x̂ that neighbours keep, as in CHOCO-SGD:
                 x̂ ← x̂ + Q(x - x̂), x ← x + step · (Σ P · x̂ - x̂), where the graph never changes
     auto        remainder for a method with a mass and on changing graphs, replica elsewhere
 """
 SCALE_BYTES = 2
-"""Of a block's scale, a bfloat16."""
+"""Bytes of a block's scale, a bfloat16."""
 INDEX_BYTES = 1
 SLACK = 1 + 2.0**-7
 """A scale is rounded to eight bits; so much larger, it is never too small for its block."""
@@ -38,8 +38,8 @@ class Compression(Protocol):
     name: ClassVar[str]
 
     @property
-    def draws(self) -> bool:
-        """Whether it needs random numbers."""
+    def is_random(self) -> bool:
+        """Whether it needs dither."""
 
     @property
     def feedback(self) -> Feedback: ...
@@ -47,13 +47,13 @@ class Compression(Protocol):
     def step(self) -> float | None: ...
 
     def for_replicas(self) -> Compression:
-        """The same where differences to replicas are sent: it must bring them nearer."""
+        """The same for differences to replicas: coding must bring replicas nearer."""
 
-    def sent(self, blocks: Tensor, draws: Tensor) -> Tensor:
+    def transmit(self, blocks: Tensor, dither: Tensor) -> Tensor:
         """What a receiver decodes of blocks [clients, blocks, numbers]; a new tensor."""
 
-    def bytes_of(self, numbers: int, element: int) -> int:
-        """Bytes of a coded leaf of so many numbers of so many bytes each."""
+    def coded_bytes(self, numbers: int, element: int) -> int:
+        """Bytes of a coded leaf of `numbers` numbers of `element` bytes each."""
 
     def replica_step(self) -> float:
         """The step towards the neighbours' replicas, unless `step` is given."""
@@ -79,7 +79,7 @@ class Quantize:
         _check_step(self.feedback, self.step)
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         return self.rounding != "nearest"
 
     def for_replicas(self) -> Quantize:
@@ -96,15 +96,16 @@ class Quantize:
         largest = largest.mul_(SLACK / self.levels).clamp_min_(1e-30)
         return largest.bfloat16().to(blocks.dtype)
 
-    def sent(self, blocks: Tensor, draws: Tensor) -> Tensor:
+    def transmit(self, blocks: Tensor, dither: Tensor) -> Tensor:
         scales = self.scales(blocks)
-        return self.codes(blocks, scales, draws).mul_(scales)
+        return self.codes(blocks, scales, dither).mul_(scales)
 
-    def codes(self, blocks: Tensor, scales: Tensor, draws: Tensor) -> Tensor:
+    def codes(self, blocks: Tensor, scales: Tensor, dither: Tensor) -> Tensor:
+        """Every number as a whole number of steps."""
         steps = torch.mul(blocks, scales.reciprocal())
-        return steps.add_(draws).floor_() if self.draws else steps.round_()
+        return steps.add_(dither).floor_() if self.is_random else steps.round_()
 
-    def bytes_of(self, numbers: int, element: int) -> int:
+    def coded_bytes(self, numbers: int, element: int) -> int:
         return SCALE_BYTES * -(-numbers // BLOCK) + -(-numbers * self.bits // 8)
 
     def replica_step(self) -> float:
@@ -112,8 +113,8 @@ class Quantize:
 
 
 @dataclass(frozen=True)
-class _Few:
-    """A fraction of the numbers of every block, at least one, each as it is."""
+class _Sparse:
+    """Sends a fraction of the numbers of every block, at least one, each as it is."""
 
     fraction: Fraction = 0.1
     feedback: Feedback = "auto"
@@ -126,55 +127,55 @@ class _Few:
     def for_replicas(self) -> Self:
         return self
 
-    def kept(self, numbers: int) -> int:
-        """Of a block of so many."""
+    def count_block(self, numbers: int) -> int:
+        """Numbers that are sent of a block."""
         return max(1, round(self.fraction * numbers))
 
-    def total(self, numbers: int) -> int:
-        """Of a leaf of so many."""
+    def count_leaf(self, numbers: int) -> int:
+        """Numbers that are sent of a leaf."""
         whole, rest = divmod(numbers, BLOCK)
-        return whole * self.kept(BLOCK) + (self.kept(rest) if rest else 0)
+        return whole * self.count_block(BLOCK) + (self.count_block(rest) if rest else 0)
 
     def replica_step(self) -> float:
         return self.fraction
 
 
 @dataclass(frozen=True)
-class TopK(_Few):
-    """The numbers of the largest magnitude, with their places."""
+class TopK(_Sparse):
+    """The numbers of the largest magnitude, with their indices."""
 
     name: ClassVar[str] = "top_k"
-    draws = False
+    is_random = False
 
-    def sent(self, blocks: Tensor, draws: Tensor) -> Tensor:
-        return _only(blocks, self.places(blocks))
+    def transmit(self, blocks: Tensor, dither: Tensor) -> Tensor:
+        return _zero_others(blocks, self.select_indices(blocks))
 
-    def places(self, blocks: Tensor) -> Tensor:
-        return blocks.abs().topk(self.kept(blocks.shape[-1]), dim=-1).indices
+    def select_indices(self, blocks: Tensor) -> Tensor:
+        return blocks.abs().topk(self.count_block(blocks.shape[-1]), dim=-1).indices
 
-    def bytes_of(self, numbers: int, element: int) -> int:
-        return self.total(numbers) * (element + INDEX_BYTES)
+    def coded_bytes(self, numbers: int, element: int) -> int:
+        return self.count_leaf(numbers) * (element + INDEX_BYTES)
 
 
 @dataclass(frozen=True)
-class RandomK(_Few):
-    """Numbers chosen at random; the receiver knows which, as it knows the seed."""
+class RandomK(_Sparse):
+    """Numbers chosen at random. The receiver knows which ones, as it knows the seed."""
 
     name: ClassVar[str] = "random_k"
-    draws = True
+    is_random = True
 
-    def sent(self, blocks: Tensor, draws: Tensor) -> Tensor:
-        return _only(blocks, self.places(draws))
+    def transmit(self, blocks: Tensor, dither: Tensor) -> Tensor:
+        return _zero_others(blocks, self.select_indices(dither))
 
-    def places(self, draws: Tensor) -> Tensor:
-        return draws.topk(self.kept(draws.shape[-1]), dim=-1).indices
+    def select_indices(self, dither: Tensor) -> Tensor:
+        return dither.topk(self.count_block(dither.shape[-1]), dim=-1).indices
 
-    def bytes_of(self, numbers: int, element: int) -> int:
-        return self.total(numbers) * element
+    def coded_bytes(self, numbers: int, element: int) -> int:
+        return self.count_leaf(numbers) * element
 
 
-def _only(blocks: Tensor, places: Tensor) -> Tensor:
-    return torch.zeros_like(blocks).scatter_(-1, places, blocks.gather(-1, places))
+def _zero_others(blocks: Tensor, indices: Tensor) -> Tensor:
+    return torch.zeros_like(blocks).scatter_(-1, indices, blocks.gather(-1, indices))
 
 
 def _check_step(feedback: Feedback, step: float | None) -> None:

@@ -1,8 +1,8 @@
-"""What a client reveals: clipped and blurred updates, and what that is worth.
+"""Differential privacy: clipping, noise, and what they guarantee.
 
 The guarantee is (ε, δ)-differential privacy by Rényi accounting of the Gaussian mechanism, with the
 accountant of Opacus. No amplification by sampling is claimed: which clients talk is public, and
-batches are shuffled epochs, not Poisson samples. docs/privacy.md says against whom it holds.
+batches are shuffled epochs, not Poisson samples. docs/how-to/privacy.md says against whom it holds.
 """
 
 from __future__ import annotations
@@ -12,59 +12,59 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quiverfl.errors import QuiverError
-from quiverfl.extras import require
-from quiverfl.methods.options import Positive, check_options
-from quiverfl.transforms.noise import Noise
+from quiverfl.options import Positive, check_options
+from quiverfl.support.environment import require_package
+from quiverfl.transforms.noise import Noise, expand_rows, message_norms
+from quiverfl.types import Floats, Integers
 
 Message = dict[str, Tensor]
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(12, 64), 128, 256, 512, 1024)
-"""Of Rényi divergence: Opacus' own, and a few more for little noise."""
+"""Orders of the Rényi divergence: Opacus' own, and a few more for little noise."""
 
 
 @dataclass(frozen=True)
-class UpdatePrivacy:
-    """Every update that leaves a client is clipped to `clip` and blurred by `noise` times that.
-
-    before + min(1, clip/‖sent - before‖) · (sent - before) + noise · clip · N(0, 1), over all the
-    parameters that it sends together. A client's whole part in a round is protected.
-    """
+class _Gaussian:
+    """Clips to `clip` and adds Gaussian noise of standard deviation `noise` · `clip`."""
 
     clip: Positive = 1.0
     noise: Positive = 1.0
     delta: Positive = 1e-5
     epsilon_budget: Positive | None = None
 
-    name = "update"
-
     def __post_init__(self) -> None:
         check_options(self, "privacy")
         if self.delta >= 1:
             raise QuiverError(f"privacy.delta = {self.delta!r}: it must be below 1.")
 
-    def released(self, sent: Message, before: Message, mass: str | None, noise: Noise) -> Message:
+
+@dataclass(frozen=True)
+class UpdatePrivacy(_Gaussian):
+    """Every update that leaves a client is clipped to `clip`; noise of `noise` times that is added.
+
+    before + min(1, clip/‖sent - before‖) · (sent - before) + noise · clip · N(0, 1), over all the
+    parameters that it sends together. A client's whole part in a round is protected.
+    """
+
+    name = "update"
+
+    def privatize(self, sent: Message, before: Message, mass: str | None, noise: Noise) -> Message:
         """What clients send in place of `sent`, each row for itself."""
         update = {name: sent[name] - before[name] for name in before}
-        squares = [leaf.flatten(1).double().square().sum(dim=1) for leaf in update.values()]
-        norms = torch.stack(squares).sum(dim=0).sqrt()
-        factors = torch.clamp(self.clip / norms.clamp_min(1e-300), max=1.0)
-        found = dict(sent)
+        factors = torch.clamp(self.clip / message_norms(update).clamp_min(1e-300), max=1.0)
+        private = dict(sent)
         for name, leaf in update.items():
-            factor = factors.to(leaf.dtype).view(-1, *(1 for _ in leaf.shape[1:]))
-            blur = self.noise * self.clip * noise.like(name, leaf)
-            found[name] = before[name] + factor * leaf + blur
-        return found
+            added = self.noise * self.clip * noise.like(name, leaf)
+            private[name] = before[name] + expand_rows(factors, leaf) * leaf + added
+        return private
 
 
 @dataclass(frozen=True)
-class DPSGD:
-    """Every sample's gradient is clipped to `clip`, every batch's sum blurred by `noise` times it.
+class DPSGD(_Gaussian):
+    """Every sample's gradient is clipped to `clip`; noise of `noise` times that joins each batch.
 
     (Σ min(1, clip/‖g_s‖) · g_s + noise · clip · N(0, 1)) / batch, in every phase of training, the
     personal ones too: what is sent depends on all of them. A single sample is protected. Batches of
@@ -72,21 +72,11 @@ class DPSGD:
     sampling is claimed, as they are no Poisson samples.
     """
 
-    clip: Positive = 1.0
-    noise: Positive = 1.0
-    delta: Positive = 1e-5
-    epsilon_budget: Positive | None = None
-
     name = "dp_sgd"
-
-    def __post_init__(self) -> None:
-        check_options(self, "privacy")
-        if self.delta >= 1:
-            raise QuiverError(f"privacy.delta = {self.delta!r}: it must be below 1.")
 
 
 class BudgetSpent(QuiverError):
-    """The next release would cost more than the budget; nothing of it was sent."""
+    """The next release would cost more than the budget. Nothing of it was sent."""
 
     def __init__(self, round: int, client: int, epsilon: float, budget: float) -> None:
         super().__init__(
@@ -99,17 +89,17 @@ class BudgetSpent(QuiverError):
 
 @cache
 def epsilon(releases: int, noise: float, delta: float) -> float:
-    """ε at δ after so many releases of the Gaussian mechanism, as Opacus' RDP accountant has it."""
+    """ε at δ after this many releases of the Gaussian mechanism, by Opacus' RDP accountant."""
     if releases == 0:
         return 0.0
-    require("privacy", "differential privacy")
+    require_package("privacy", "differential privacy")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an order at the end of the list: it is still a bound
+        warnings.simplefilter("ignore")  # an order at the end of the list still gives a bound
         from opacus.accountants.analysis import rdp
 
         spent = rdp.compute_rdp(q=1.0, noise_multiplier=noise, steps=releases, orders=ORDERS)
-        found, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
-    return float(found)
+        value, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
+    return float(value)
 
 
 def check_budget(
@@ -136,7 +126,7 @@ def affordable(budget: float, noise: float, delta: float) -> int:
     return low
 
 
-def spent(releases: Integers, privacy: UpdatePrivacy | DPSGD) -> Floats:
+def spent_epsilon(releases: Integers, privacy: UpdatePrivacy | DPSGD) -> Floats:
     """ε of every client after its releases."""
     counts, own = np.unique(releases, return_inverse=True)
     values = [epsilon(int(count), privacy.noise, privacy.delta) for count in counts]

@@ -1,26 +1,31 @@
-"""What a receiver makes of messages it does not trust: factors on links, W = P · c.
+"""Robust aggregation: receivers put factors on links, W = P · c.
 
-Every rule compares a neighbour's model with the receiver's own and says which part of its share is
-taken, between 0 and 1. What is not taken goes home: to its sender where columns sum to 1, so that
-Σu and Σμ are what they were; and where only rows do, the receiver keeps that much of its own.
+Every rule compares a neighbour's model with the receiver's own and accepts a part of its share,
+between 0 and 1. The rest returns to its sender where columns sum to 1, so that Σu and Σμ are
+conserved. Where only rows sum to 1, the receiver keeps that much more of its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from quiverfl.methods.options import NotNegative, Number, Positive, check_options
-from quiverfl.topologies.graph import Floats, Graph, Integers
-from quiverfl.topologies.topology import from_entries
+from quiverfl.options import NotNegative, Number, Positive, check_options
+from quiverfl.seeds import key_hashes
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.topology import build_graph
+from quiverfl.types import AnyArray, Floats, Integers
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What receivers see of every link between two clients."""
+class ReceivedMessage:
+    """What receivers compare on every link between two clients."""
 
     receivers: Integers
     distances: Floats
@@ -30,7 +35,7 @@ class Seen:
     theirs: Floats
     """‖z_j‖ of the sender."""
     progress: float
-    """Rounds done, as a share of all."""
+    """Rounds done, as a fraction of all."""
 
 
 class Robustness(Protocol):
@@ -40,19 +45,19 @@ class Robustness(Protocol):
 
     @property
     def sketch(self) -> int | None:
-        """Numbers of the sketch that goes ahead of a message; None: the message itself is seen."""
+        """Size of the sketch that goes ahead of a message; None: receivers see the message."""
 
-    def factors(self, seen: Seen) -> Floats:
-        """The part of every link's share that is taken, in [0, 1]."""
+    def factors(self, messages: ReceivedMessage) -> Floats:
+        """The part of every link's share that is accepted, in [0, 1]."""
 
     def reach(self, progress: float) -> float | None:
-        """How far a model may be from a receiver's own and is taken whole, as a multiple of the
-        norm of that; None where no such bound is known. An attacker that adapts goes by it."""
+        """The largest distance at which a model is fully accepted, as a multiple of the norm of
+        the receiver's own; None where there is no such bound. An adaptive attack uses it."""
 
 
 @dataclass(frozen=True)
 class SelfCenteredClip:
-    """x_i + Σ P · clip(x_j - x_i, τ): what is further than τ from one's own is drawn nearer.
+    """x_i + Σ P · clip(x_j - x_i, τ): a model further than τ from one's own is drawn nearer.
 
     τ is `factor` times the median distance of the round's senders, or `radius` if given (He et al.
     2022, "Byzantine-robust decentralized learning via ClippedGossip").
@@ -67,25 +72,25 @@ class SelfCenteredClip:
     def __post_init__(self) -> None:
         check_options(self, "robustness")
 
-    def factors(self, seen: Seen) -> Floats:
+    def factors(self, messages: ReceivedMessage) -> Floats:
         if self.radius is not None:
-            radii = np.full(len(seen.distances), self.radius)
+            radii = np.full(len(messages.distances), self.radius)
         else:
-            radii = self.factor * _median_of_receiver(seen)
-        found: Floats = np.minimum(1.0, radii / np.maximum(seen.distances, 1e-300))
-        return found
+            radii = self.factor * _median_of_receiver(messages)
+        factors: Floats = np.minimum(1.0, radii / np.maximum(messages.distances, 1e-300))
+        return factors
 
     def reach(self, progress: float) -> None:
-        """What is near depends on the others."""
+        """None: which models are near depends on the others."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Takes a model that is near enough: ‖z_j - z_i‖ ≤ γ · exp(-κ t/T) · ‖z_i‖.
+    """Accepts a model that is near enough: ‖z_j - z_i‖ ≤ γ · exp(-κ t/T) · ‖z_i‖.
 
     Fang et al. 2024, "Byzantine-robust decentralized federated learning" (BALANCE). With `sketch`
-    both sides compare random projections of so many numbers, which go ahead: a model that is
-    refused is not sent at all.
+    both sides compare random projections of this many numbers, which go ahead. A refused model is
+    not sent at all.
     """
 
     gamma: Positive = 1.0
@@ -97,8 +102,10 @@ class Balance:
     def __post_init__(self) -> None:
         check_options(self, "robustness")
 
-    def factors(self, seen: Seen) -> Floats:
-        return (seen.distances <= self.reach(seen.progress) * seen.own).astype(np.float64)
+    def factors(self, messages: ReceivedMessage) -> Floats:
+        return (messages.distances <= self.reach(messages.progress) * messages.own).astype(
+            np.float64
+        )
 
     def reach(self, progress: float) -> float:
         return self.gamma * math.exp(-self.kappa * progress)
@@ -106,9 +113,9 @@ class Balance:
 
 @dataclass(frozen=True)
 class NormBound:
-    """Takes a model whose norm is at most `factor` times one's own.
+    """Accepts a model whose norm is at most `factor` times one's own.
 
-    It is also the rule by which peers tell outliers (peers.outlier), each for itself.
+    Peers also use this rule, each for itself, to refuse outliers (peers.outlier).
     """
 
     factor: Positive = 10.0
@@ -119,21 +126,21 @@ class NormBound:
     def __post_init__(self) -> None:
         check_options(self, "robustness")
 
-    def factors(self, seen: Seen) -> Floats:
-        return np.asarray(self.takes(seen.theirs, seen.own), dtype=np.float64)
+    def factors(self, messages: ReceivedMessage) -> Floats:
+        return np.asarray(self.accepts(messages.theirs, messages.own), dtype=np.float64)
 
     def reach(self, progress: float) -> float:
         return max(0.0, self.factor - 1)
 
-    def takes(self, theirs: Any, own: Any) -> Any:
-        """Whether a norm, or every one of many, is no outlier beside one's own."""
+    def accepts(self, theirs: Any, own: Any) -> Any:
+        """Whether a norm, or each of many, is no outlier beside one's own."""
         return ~np.greater(theirs, self.factor * np.asarray(own))
 
 
-def judged(graph: Graph, factors: Floats, mass: bool = True) -> Graph:
-    """The graph with every link between two clients weighed by its factor (in `across` order).
+def reweigh_graph(graph: Graph, factors: Floats, mass: bool = True) -> Graph:
+    """The graph with the weight of every link times its factor (in the order of `cross_links`).
 
-    Without a `mass` that would tell how much of everything there is, rows that sum to 1 stay so.
+    Without a `mass`, which would tell how much arrived, rows that sum to 1 still do.
     """
     links = graph.sparse.tocoo()
     other = links.row != links.col
@@ -141,10 +148,10 @@ def judged(graph: Graph, factors: Floats, mass: bool = True) -> Graph:
     weights[other] *= factors
     refused = links.data - weights
     to_sender = graph.column_stochastic and (mass or not graph.row_stochastic)
-    home = links.col if to_sender else links.row
-    kept = np.bincount(home, weights=refused, minlength=graph.clients)
+    keeper = links.col if to_sender else links.row
+    kept = np.bincount(keeper, weights=refused, minlength=graph.clients)
     everyone = np.arange(graph.clients)
-    return from_entries(
+    return build_graph(
         graph.clients,
         np.concatenate([links.row, everyone]).astype(np.int64),
         np.concatenate([links.col, everyone]).astype(np.int64),
@@ -153,18 +160,80 @@ def judged(graph: Graph, factors: Floats, mass: bool = True) -> Graph:
     )
 
 
-def across(graph: Graph) -> tuple[Integers, Integers]:
+def cross_links(graph: Graph) -> tuple[Integers, Integers]:
     """(receivers, senders) of the links between two clients."""
     links = graph.sparse.tocoo()
     other = links.row != links.col
     return links.row[other].astype(np.int64), links.col[other].astype(np.int64)
 
 
-def _median_of_receiver(seen: Seen) -> Floats:
-    """For every link the median distance of all senders to its receiver."""
-    found = np.empty(len(seen.distances))
-    order = np.argsort(seen.receivers, kind="stable")
-    cuts = np.flatnonzero(np.diff(seen.receivers[order])) + 1
+def _median_of_receiver(messages: ReceivedMessage) -> Floats:
+    """For every link, the median distance of all senders to its receiver."""
+    medians = np.empty(len(messages.distances))
+    order = np.argsort(messages.receivers, kind="stable")
+    cuts = np.flatnonzero(np.diff(messages.receivers[order])) + 1
     for links in np.split(order, cuts):
-        found[links] = np.median(seen.distances[links]) if len(links) else 0.0
-    return found
+        medians[links] = np.median(messages.distances[links]) if len(links) else 0.0
+    return medians
+
+
+def count_sketch(rows: Tensor, size: int, seed: int, name: str) -> Tensor:
+    """A count sketch, [clients, size]: adds every number, with a random sign, to a random bucket.
+
+    On average, distances between sketches are those between the rows. All rows of a seed share
+    buckets and signs.
+    """
+    bits = key_hashes(seed, f"sketch {name}", np.arange(rows.shape[1]))
+    buckets = torch.from_numpy((bits >> np.uint64(1)).astype(np.int64) % size)
+    signs = torch.from_numpy((bits & np.uint64(1)).astype(np.float64) * 2 - 1)
+    result = rows.new_zeros(len(rows), size)
+    return result.index_add_(1, buckets.to(rows.device), rows * signs.to(rows))
+
+
+Leaves = Mapping[str, AnyArray]
+
+
+def compute_factors(
+    rule: Robustness,
+    own: tuple[Leaves, float],
+    others: Sequence[tuple[Leaves, float]],
+    progress: float,
+) -> Floats:
+    """The part of each of the others' (message, mass) that one receiver accepts.
+
+    No rule accepts a message that is not finite.
+    """
+    distances = np.array([_distance(own, other) for other in others])
+    received = ReceivedMessage(
+        np.zeros(len(others), dtype=np.int64),
+        distances,
+        np.full(len(others), model_norm(*own)),
+        np.array([model_norm(*other) for other in others]),
+        progress,
+    )
+    factors: Floats = np.where(np.isfinite(distances), rule.factors(received), 0.0)
+    return factors
+
+
+def model_norm(message: Leaves, mass: float) -> float:
+    """‖z‖ = ‖u‖ / μ."""
+    squares = (float(np.square(leaf, dtype=np.float64).sum()) for leaf in message.values())
+    return math.sqrt(math.fsum(squares)) / mass
+
+
+def _distance(own: tuple[Leaves, float], other: tuple[Leaves, float]) -> float:
+    (mine, mass), (theirs, weight) = own, other
+    squares = []
+    with np.errstate(invalid="ignore", over="ignore"):
+        for name, leaf in mine.items():
+            difference = np.divide(theirs[name], weight, dtype=np.float64)
+            difference -= np.divide(leaf, mass, dtype=np.float64)
+            squares.append(float(np.square(difference).sum()))
+    total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
+    return math.sqrt(total)
+
+
+def reweigh_copies(own: int, others: Sequence[int], factors: Floats) -> tuple[int, list[int]]:
+    """Weights of copies, in units. Weight removed from others is added to the receiver's own."""
+    left = [int(weight * factor) for weight, factor in zip(others, factors.tolist(), strict=True)]
+    return own + sum(others) - sum(left), left

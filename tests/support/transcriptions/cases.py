@@ -49,6 +49,7 @@ PFEDME = {"steps": 3, "inner_steps": 2, "proximal": 1.5}
 PER = {"epochs": 2, "inner_lr": 0.3}
 SAM = {"epochs": 2, "rho": 0.3}
 PGP_SAM = {**ALTERNATING, "rho": 0.3}
+SOME_IDLE = (1, 0, 2, 3, 0, 1)
 FULL: dict[str, Any] = {"batch_size": None, "epochs_per_client": None}
 PLAIN_RATE: dict[str, Any] = {"personal_lr": None, "clip_norm": None}
 BY_STEPS: dict[str, Any] = {"epochs_per_client": None}
@@ -95,6 +96,10 @@ CASES: dict[str, Case] = {
     "OSGP, offline, delay 1": Case("OSGP", {**EPOCHS, "delay": 1}, some_offline(push), rounds=7),
     "OSGP, offline, delay 2": Case("OSGP", {**EPOCHS, "delay": 2}, some_offline(push), rounds=8),
     "OSGP, floor": Case("OSGP", {**EPOCHS, "step_floor": 0.8}, push),
+    "OSGP, debiased": Case("OSGP", {**EPOCHS, "step": "debiased"}, push),
+    "OSGP, debiased, delay 1": Case(
+        "OSGP", {**EPOCHS, "delay": 1, "step": "debiased"}, push, rounds=5
+    ),
     "DisPFL": Case("DisPFL", SPARSE, regular),
     "DisPFL, full batch": Case("DisPFL", SPARSE, ring, **FULL),
     "DisPFL, gradient": Case("DisPFL", {**SPARSE, "regrow": "gradient"}, pull),
@@ -119,6 +124,10 @@ CASES: dict[str, Case] = {
     "DFedPGP, personal input layer": Case("DFedPGP", ALTERNATING, push, personal="body.0", **EXACT),
     "DFedPGP, head first": Case("DFedPGP", ALTERNATING, push, model=HeadFirst, **EXACT),
     "DFedPGP, floor": Case("DFedPGP", {**ALTERNATING, "step_floor": 0.8}, push, **EXACT),
+    "DFedPGP, debiased": Case("DFedPGP", {**ALTERNATING, "step": "debiased"}, push, **EXACT),
+    "DFedPGP, debiased, offline": Case(
+        "DFedPGP", {**ALTERNATING, "step": "debiased"}, some_offline(push), rounds=5, **EXACT
+    ),
     "FedProx": Case("FedProx", PROX, star),
     "FedProx, full batch": Case("FedProx", PROX, star, clip_norm=0.9, **FULL),
     "FedProx, uniform": Case("FedProx", {**PROX, "weighting": "uniform"}, star, **PLAIN_RATE),
@@ -129,6 +138,7 @@ CASES: dict[str, Case] = {
     "SCAFFOLD, plain steps": Case("SCAFFOLD", EPOCHS, star, momentum=0.0, **PLAIN_RATE),
     "SCAFFOLD, rows": Case("SCAFFOLD", EPOCHS, row_stochastic),
     "SCAFFOLD, offline": Case("SCAFFOLD", EPOCHS, some_offline(regular)),
+    "SCAFFOLD, no epochs": Case("SCAFFOLD", EPOCHS, star, epochs_per_client=SOME_IDLE),
     "SCAFFOLD, own starts": Case("SCAFFOLD", EPOCHS, star, common_init=False),
     "MOON": Case("MOON", MOON, star, clip_norm=1.0),
     "MOON, full batch": Case("MOON", MOON, star, clip_norm=1.0, **FULL),
@@ -165,6 +175,7 @@ CASES: dict[str, Case] = {
     "DFedPGPSAM, columns": Case("DFedPGPSAM", PGP_SAM, column_stochastic, common_init=False),
     "DFedPGPSAM, offline": Case("DFedPGPSAM", PGP_SAM, some_offline(push), rounds=5),
     "DFedPGPSAM, floor": Case("DFedPGPSAM", {**PGP_SAM, "step_floor": 0.8}, push),
+    "DFedPGPSAM, debiased": Case("DFedPGPSAM", {**PGP_SAM, "step": "debiased"}, push),
     "PushDIGing": Case("PushDIGing", {}, push, **TRACKED),
     "PushDIGing, full batch": Case("PushDIGing", {}, push, batch_size=None, **TRACKED),
     "PushDIGing, columns": Case("PushDIGing", {}, column_stochastic, **TRACKED),

@@ -14,8 +14,8 @@ from transcriptions.spec import (
     copied,
     gradient,
     same_rate,
-    step,
 )
+from transcriptions.spec import step as descend
 
 
 def dfedpgp(
@@ -25,6 +25,7 @@ def dfedpgp(
     personal_epochs: int,
     shared_epochs: int,
     step_floor: float | None = None,
+    step: str = "paper",
     mutant: str | None = None,
 ) -> Outcome:
     U, V, _ = setting.parts
@@ -52,7 +53,7 @@ def dfedpgp(
         for epoch in range(passes):
             for rows in batches(setting, i, t, 0, epoch, mutant):
                 g = gradient(setting, i, rows, {**body, **v[i]}, V, mutant)
-                step(setting, v[i], v[i], g, buffer, same_rate(V, eta_v), mutant)
+                descend(setting, v[i], v[i], g, buffer, same_rate(V, eta_v), mutant)
         return buffer
 
     def train_u(i: int, t: int, buffer_v: Weights) -> None:
@@ -60,6 +61,8 @@ def dfedpgp(
         eta = setting.training.lr if mutant == "rate not decayed" else setting.rate(t)
         if step_floor is not None and mutant != "floor ignored":
             eta = eta / max(mu[i], step_floor) * mu[i]
+        if step == "debiased" and mutant != "u moves by η":
+            eta = eta / mu[i] if mutant == "u moves by η/μ" else eta * mu[i]
         if mutant == "z moves by η":
             eta = eta * mu[i]
         buffer = kept[i] if mutant == "momentum survives the round" else {}
@@ -71,7 +74,7 @@ def dfedpgp(
                 if mutant == "clipped after dividing by μ":
                     g = clip(setting, {n: g[n] / mu[i] for n in U})
                     g = {n: g[n] * mu[i] for n in U}
-                step(setting, u[i], decayed, g, buffer, same_rate(U, eta), mutant)
+                descend(setting, u[i], decayed, g, buffer, same_rate(U, eta), mutant)
                 if mutant != "z only after communication":
                     z[i] = {n: u[i][n] / mu[i] for n in U}
                 if mutant == "momentum survives the phase":

@@ -15,8 +15,8 @@ from transcriptions.spec import (
     mixed,
     norm,
     same_rate,
-    step,
 )
+from transcriptions.spec import step as descend
 
 
 def dfedpgpsam(
@@ -27,6 +27,7 @@ def dfedpgpsam(
     shared_epochs: int,
     rho: float,
     step_floor: float | None = None,
+    step: str = "paper",
     mutant: str | None = None,
 ) -> Outcome:
     U, V, W = setting.parts
@@ -47,7 +48,7 @@ def dfedpgpsam(
                 if mutant == "personal phase perturbed too":
                     away = {n: v[i][n] + rho * g[n] / norm(g) for n in V}
                     g = gradient(setting, i, rows, {**z[i], **away}, V)
-                step(setting, v[i], v[i], g, buffer, rate)
+                descend(setting, v[i], v[i], g, buffer, rate)
 
     def perturbed(i: int, rows: np.ndarray) -> Weights:
         """(z', v) with z' = z + ρ g₁/‖g₁‖, g₁ of u alone."""
@@ -75,6 +76,8 @@ def dfedpgpsam(
         eta = setting.rate(t)
         if step_floor is not None and mutant != "floor ignored":
             eta = eta / max(mu[i], step_floor) * mu[i]
+        if step == "debiased" and mutant != "u moves by η":
+            eta = eta / mu[i] if mutant == "u moves by η/μ" else eta * mu[i]
         if mutant == "z moves by η":
             eta = eta * mu[i]
         buffer: Weights = {}
@@ -93,7 +96,7 @@ def dfedpgpsam(
                     decayed = {n: there[n] for n in U}
                 if mutant == "step from the perturbed point":
                     u[i] = {n: there[n] * mu[i] for n in U}
-                step(setting, u[i], decayed, g2, buffer, same_rate(U, eta))
+                descend(setting, u[i], decayed, g2, buffer, same_rate(U, eta))
                 z[i] = {n: u[i][n] / mu[i] for n in U}
 
     for t in range(setting.rounds):

@@ -111,6 +111,10 @@ def fedproto(
         for i in setting.clients:
             if mutant == "only those who train receive" and not active[i]:
                 continue
+            alone = not any(p[i, j] > 0 for j in setting.clients if j != i)
+            gone = alone and not active[i]
+            if gone and mutant != "offline clients take their own prototypes":
+                continue
             mixed_sum = torch.zeros_like(sums[i])
             mixed_count = torch.zeros_like(counts[i])
             for j in setting.clients:

@@ -13,8 +13,8 @@ from transcriptions.spec import (
     copied,
     gradient,
     same_rate,
-    step,
 )
+from transcriptions.spec import step as descend
 
 
 class Share(NamedTuple):
@@ -34,6 +34,7 @@ def osgp(
     epochs: int,
     delay: int = 0,
     step_floor: float | None = None,
+    step: str = "paper",
     mutant: str | None = None,
 ) -> Outcome:
     U, V, W = setting.parts
@@ -57,6 +58,8 @@ def osgp(
                 eta = eta / max(mass, step_floor) * mass
                 if mutant == "floor divides without μ":
                     eta = setting.rate(t) / max(mass, step_floor)
+            if step == "debiased" and mutant != "u moves by η":
+                eta = eta / mass if mutant == "u moves by η/μ" else eta * mass
             if mutant == "z moves by η":
                 eta = eta * mass
             rate = same_rate(W, eta)
@@ -68,7 +71,7 @@ def osgp(
                     z = {n: w[i][n] / mass for n in W}
                     g = gradient(setting, i, rows, w[i] if mutant == "gradient at u" else z, W)
                     decayed = w[i] if mutant == "decay at u" else z
-                    step(setting, w[i], decayed, g, buffer, rate)
+                    descend(setting, w[i], decayed, g, buffer, rate)
             kept[i] = buffer
             trained[i] = {n: w[i][n] / mass for n in W}
         outcome.local.append([copied(trained[i]) for i in setting.clients])

@@ -78,6 +78,13 @@ def scaffold(
                 walked = units
             if mutant == "rate of round 0 in the control":
                 walked = units * setting.rate(0)
+            if steps == 0:  # nothing is known of its gradients that was not known before
+                change = {n: torch.zeros_like(w[i][n]) for n in W}
+                if mutant == "no step as a gradient of zero":
+                    change = {n: -server[i][n] for n in W}
+                difference[i] = {n: share * change[n] for n in W}
+                control[i] = {n: control[i][n] + change[n] for n in W}
+                continue
             whole = gradient(setting, i, np.arange(setting.samples(i)), x, W)
             new: Weights = {}
             for n in W:

@@ -1,4 +1,4 @@
-"""Where data sets come from: one file per format, and the table of them all.
+"""Sources of data sets: one file per format, and the table of them all.
 
 `load_dataset("cifar10", root="data")` is the one way in. A source is *embedded* (comes with the
 package), *official* (published files in a folder below the data root) or *own* (a path).
@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quiverfl.data.dataset import Dataset
-from quiverfl.data.sources.cache import FOLDER, cached
+from quiverfl.data.dataset import Dataset, report_notes
+from quiverfl.data.sources.builtin import load_digits, load_synthetic
+from quiverfl.data.sources.cache import FOLDER, load_cached
 from quiverfl.data.sources.cifar import read_cifar10, read_cifar100
-from quiverfl.data.sources.digits import load_digits
-from quiverfl.data.sources.fetch import Download, is_there
-from quiverfl.data.sources.huggingface import read_huggingface
+from quiverfl.data.sources.fetch import Download, holds_files
 from quiverfl.data.sources.idx import FASHION_MNIST, MNIST, read_fashion_mnist, read_mnist
-from quiverfl.data.sources.image_folder import read_folder
+from quiverfl.data.sources.images import read_folder, read_tiny_imagenet
+from quiverfl.data.sources.libraries import read_huggingface
 from quiverfl.data.sources.npz import read_npz
-from quiverfl.data.sources.synthetic import load_synthetic
 from quiverfl.data.sources.table import read_table
-from quiverfl.data.sources.tiny_imagenet import read_tiny_imagenet
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.references import check_options, is_reference, load_callable
+from quiverfl.errors import QuiverError
+from quiverfl.support.references import Registry, check_options, is_reference, load_callable
 
 ROOT_VARIABLE = "QUIVER_DATA"
 
@@ -41,7 +39,7 @@ class Source:
     about: str
     origin: Literal["embedded", "official", "own"]
     read: Callable[..., Dataset]
-    places: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
     downloads: tuple[Download, ...] = ()
 
 
@@ -49,7 +47,7 @@ CIFAR = "https://www.cs.toronto.edu/~kriz"
 OSSCI = "https://ossci-datasets.s3.amazonaws.com/mnist"
 FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 
-SOURCES: dict[str, Source] = {
+_SOURCES = {
     "digits": Source("1,797 digits of 8×8 (scikit-learn)", "embedded", load_digits),
     "synthetic": Source("Gaussian classes of any shape and size", "embedded", load_synthetic),
     "cifar10": Source(
@@ -113,10 +111,11 @@ SOURCES: dict[str, Source] = {
     "table": Source("your .parquet or .csv, perhaps with an owner column", "own", read_table),
     "huggingface": Source("a folder of datasets' save_to_disk", "own", read_huggingface),
 }
+SOURCES = Registry("data", _SOURCES, own="module:function")
 
 
 def data_root(root: Path | str | None = None) -> Path:
-    """Where data sets lie: as given, else $QUIVER_DATA, else the folder `data`."""
+    """The folder of data sets: as given, else $QUIVER_DATA, else `data`."""
     return Path(root or os.environ.get(ROOT_VARIABLE) or "data").expanduser()
 
 
@@ -133,17 +132,19 @@ def load_dataset(
     given). `path` is where your own folder, .npz or table lies.
     """
     if is_reference(name):
-        return _own_code(name, options if path is None else {"path": path, **options})
+        return _call_own_source(name, options if path is None else {"path": path, **options})
     check_source(name, options)
-    source = find_source(name)
+    source = SOURCES.lookup(name)
     if source.origin == "embedded":
         return source.read(**options)
     top = data_root(root)
-    files = _own_path(name, path) if source.origin == "own" else official_place(name, top)
+    files = _check_own_path(name, path) if source.origin == "own" else official_folder(name, top)
     if files is None:
-        raise QuiverError(missing(name, top))
+        raise QuiverError(missing_sentence(name, top))
     keep = top / FOLDER if cache is None else Path(cache).expanduser()
-    return cached(name, files, options, keep, lambda: source.read(files, **options))
+    return report_notes(
+        load_cached(name, files, options, keep, lambda: source.read(files, **options))
+    )
 
 
 def check_source(name: str, options: Iterable[str]) -> None:
@@ -153,43 +154,37 @@ def check_source(name: str, options: Iterable[str]) -> None:
             f"data {name!r}", load_callable(name), sorted(set(options) - {"cache"}), "data.options"
         )
         return
-    read = find_source(name).read
+    source = SOURCES.lookup(name)
     own = set(options) - {"path", "cache"}  # load_dataset's, for every source
-    check_options(f"data {name!r}", read, sorted(own), "data.options", given=("path", "folder"))
+    ours = ("path", "cache") if source.origin == "own" else ("cache",)
+    given = ("path", "folder")
+    check_options(f"data {name!r}", source.read, sorted(own), "data.options", given, ours)
 
 
-def find_source(name: str) -> Source:
-    if name not in SOURCES:
-        raise QuiverError(
-            f"unknown data {name!r}; {nearest(name, SOURCES)} Your own: module:function."
-        )
-    return SOURCES[name]
-
-
-def official_place(name: str, root: Path) -> Path | None:
+def official_folder(name: str, root: Path) -> Path | None:
     """The folder that holds an official data set, if there is one."""
-    return next((root / p for p in SOURCES[name].places if is_there(root / p)), None)
+    return next((root / p for p in SOURCES[name].folders if holds_files(root / p)), None)
 
 
-def missing(name: str, root: Path) -> str:
-    """What to do about an official data set that is not there."""
-    places = " or ".join(str(root / place) for place in SOURCES[name].places)
+def missing_sentence(name: str, root: Path) -> str:
+    """Say how to get an official data set that is missing."""
+    places = " or ".join(str(root / place) for place in SOURCES[name].folders)
     return (
         f"{name} is not there: run 'quiver data fetch {name} --root {root}', or put its official "
         f"files into {places}."
     )
 
 
-def _own_path(name: str, path: Path | str | None) -> Path:
+def _check_own_path(name: str, path: Path | str | None) -> Path:
     if path is None:
         raise QuiverError(f"data {name!r} needs data.options.path: say where your files are.")
-    found = Path(path).expanduser()
-    if not found.exists():
+    location = Path(path).expanduser()
+    if not location.exists():
         raise QuiverError(f"data.options.path = {str(path)!r}: there is no such file or folder.")
-    return found
+    return location
 
 
-def _own_code(name: str, options: dict[str, Any]) -> Dataset:
+def _call_own_source(name: str, options: dict[str, Any]) -> Dataset:
     function = load_callable(name)
     check_options(f"data {name!r}", function, options, "data.options")
     dataset = function(**options)

@@ -1,4 +1,7 @@
-"""From whatever arrays a person has to a Dataset: inputs, labels and owners of any type."""
+"""Turn arrays of any type into a Dataset: inputs, labels, targets and owners.
+
+Sources that come in one piece are split into training and test examples here.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quiverfl.data.dataset import Dataset, Inputs, Integers, PerChannel, channel_statistics
-from quiverfl.data.on_disk import Rows
-from quiverfl.errors import QuiverError, nearest
-from quiverfl.trees import first_leaf, leaves, mapped_by_path
+from quiverfl.data.dataset import Dataset, Inputs, PerChannel, compute_channel_statistics
+from quiverfl.data.examples import DiskRows
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.seeds import stream
+from quiverfl.trees import first_leaf, tree_leaves, tree_map_with_path
+from quiverfl.types import AnyArray, Integers
 
-Values = npt.NDArray[Any]
 Kinds: TypeAlias = str | Mapping[str, str] | None
 """One word for all inputs, or for all targets; or one for each, by name."""
 COLOURS = (1, 3, 4)
 KINDS = ("ids", "numbers")
-"""What `data.options.inputs` may be."""
+"""Values of `data.options.inputs`."""
 TARGETS = ("labels", "numbers", "ids")
-"""What `data.options.targets` may be."""
+"""Values of `data.options.targets`."""
 
 
 def from_arrays(
@@ -28,36 +32,43 @@ def from_arrays(
     where: str,
     train: tuple[Any, Any],
     test: tuple[Any, Any],
-    owners: tuple[Values, Values] | None = None,
+    owners: tuple[AnyArray, AnyArray] | None = None,
     classes: int | None = None,
     inputs: Kinds = None,
     targets: Kinds = None,
-    are_ids: Callable[[str, Values], bool] = lambda path, x: False,
+    are_ids: Callable[[str, AnyArray], bool] = lambda path, x: False,
+    notes: Sequence[str] = (),
+    doubts: Sequence[str] = (),
 ) -> Dataset:
     """A Dataset whose inputs are normalised by channel, or ids; `where` is the file, for messages.
 
     Inputs and targets may be dictionaries. `inputs` says which of them are "ids" and which
     "numbers", `are_ids` where it does not. `targets` says that what is learned is "numbers" or
-    "ids" and not a label, as several targets always are; all examples then have one label.
+    "ids" and not a label, as several targets always are; all examples then have one label. To
+    `notes` and `doubts` those about labels and owners are added.
     """
-    ids = {path: _ids(path, x, inputs, are_ids) for path, x in leaves(train[0])}
+    ids = {path: _is_ids(path, x, inputs, are_ids) for path, x in tree_leaves(train[0])}
 
-    def ready(path: str, x: Values) -> Inputs:
+    def ready(path: str, x: AnyArray) -> Inputs:
         called = f"{where}, {path!r}" if path else where
-        return as_ids(called, x) if ids[path] else as_inputs(called, x)
+        return to_ids(called, x) if ids[path] else to_inputs(called, x)
 
-    train_x, test_x = (mapped_by_path(ready, x) for x, _ in (train, test))
-    train_target, test_target = as_targets(where, train[1], test[1], targets)
+    train_x, test_x = (tree_map_with_path(ready, x) for x, _ in (train, test))
+    train_target, test_target = to_targets(where, train[1], test[1], targets)
     labels = (train[1], test[1])
     if train_target is not None:
         first, second = (np.zeros(len(first_leaf(part)), np.int64) for part in labels)
         labels, classes = (first, second), 1
-    train_y, test_y, class_names = as_labels(where, *labels, classes)
+    train_y, test_y, class_names = to_labels(where, *labels, classes)
     train_owner = test_owner = None
     owner_names: tuple[str, ...] = ()
     if owners is not None:
-        train_owner, test_owner, owner_names = _numbered(*owners)
-    mean, std = _statistics(train_x, ids)
+        train_owner, test_owner, owner_names = _number_labels(*owners)
+    mean, std = _channel_statistics(train_x, ids)
+    alike = [
+        *_doubt_similar_names(where, "classes", class_names),
+        *_doubt_similar_names(where, "owners", owner_names),
+    ]
     return Dataset(
         name=name,
         train_x=train_x,
@@ -73,24 +84,28 @@ def from_arrays(
         owner_names=owner_names,
         train_target=train_target,
         test_target=test_target,
+        notes=(*notes, *_note_renumbering(where, labels[0], class_names)),
+        doubts=(*doubts, *alike),
     )
 
 
-def _statistics(x: Any, ids: Mapping[str, bool]) -> tuple[PerChannel, PerChannel]:
-    found = {
-        path: channel_statistics(leaf) for path, leaf in leaves(x) if len(leaf) and not ids[path]
+def _channel_statistics(x: Any, ids: Mapping[str, bool]) -> tuple[PerChannel, PerChannel]:
+    statistics = {
+        path: compute_channel_statistics(leaf)
+        for path, leaf in tree_leaves(x)
+        if len(leaf) and not ids[path]
     }
     if "" in ids:
-        return found.get("", ((), ()))
-    return {path: mean for path, (mean, _) in found.items()}, {
-        path: std for path, (_, std) in found.items()
+        return statistics.get("", ((), ()))
+    return {path: mean for path, (mean, _) in statistics.items()}, {
+        path: std for path, (_, std) in statistics.items()
     }
 
 
-def as_inputs(where: str, x: Any) -> Inputs:
+def to_inputs(where: str, x: Any) -> Inputs:
     """Bytes with two or three sides are images, channels first in the end; the rest is float32."""
-    if isinstance(x, Rows):
-        return x.changed(lambda part: as_inputs(where, part))  # type: ignore[return-value]
+    if isinstance(x, DiskRows):
+        return x.with_change(lambda part: to_inputs(where, part))  # type: ignore[return-value]
     if x.ndim == 4 and x.shape[3] in COLOURS and x.shape[1] not in COLOURS:
         x = x.transpose(0, 3, 1, 2)
     if x.dtype == np.uint8 and x.ndim in (3, 4):
@@ -98,13 +113,14 @@ def as_inputs(where: str, x: Any) -> Inputs:
     if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_):
         raise QuiverError(f"{where}: inputs are {x.dtype}; they must be numbers.")
     _check_axes(where, x)
-    return np.ascontiguousarray(x, dtype=np.float32)
+    with np.errstate(over="ignore"):  # the data set refuses the infinity by name
+        return np.ascontiguousarray(x, dtype=np.float32)
 
 
-def as_ids(where: str, x: Any) -> Inputs:
+def to_ids(where: str, x: Any) -> Inputs:
     """Whole numbers of any shape [n, …]: int32 where given, which saves memory, else int64."""
-    if isinstance(x, Rows):
-        return x.changed(lambda part: as_ids(where, part))  # type: ignore[return-value]
+    if isinstance(x, DiskRows):
+        return x.with_change(lambda part: to_ids(where, part))  # type: ignore[return-value]
     if not np.issubdtype(x.dtype, np.integer):
         raise QuiverError(
             f"{where}: inputs are {x.dtype}, and ids are whole numbers: store them as integers, "
@@ -114,7 +130,7 @@ def as_ids(where: str, x: Any) -> Inputs:
     return np.ascontiguousarray(x, dtype=np.int32 if x.dtype == np.int32 else np.int64)
 
 
-def _check_axes(where: str, x: Values) -> None:
+def _check_axes(where: str, x: AnyArray) -> None:
     if x.ndim < 2:
         raise QuiverError(
             f"{where}: inputs have the shape {list(x.shape)}; the first axis counts examples, so "
@@ -122,40 +138,42 @@ def _check_axes(where: str, x: Values) -> None:
         )
 
 
-def _ids(path: str, x: Values, inputs: Kinds, unless_said: Callable[[str, Values], bool]) -> bool:
-    """What `data.options.inputs` says of one of the inputs."""
-    said = _said("inputs", path, inputs, KINDS)
+def _is_ids(
+    path: str, x: AnyArray, inputs: Kinds, unless_said: Callable[[str, AnyArray], bool]
+) -> bool:
+    """Whether an input holds ids: by `data.options.inputs`, or by `unless_said` if it is silent."""
+    said = _option_of("inputs", path, inputs, KINDS)
     return unless_said(path, x) if said is None else said == "ids"
 
 
-def _said(option: str, path: str, kinds: Kinds, known: Sequence[str]) -> str | None:
-    """One word for all of them, or a dictionary by their names."""
+def _option_of(option: str, path: str, kinds: Kinds, known: Sequence[str]) -> str | None:
+    """The option for one input: one word for all, or a dictionary by name."""
     said = kinds.get(path) if isinstance(kinds, Mapping) else kinds
     if said is not None and said not in known:
         called = f"{option}.{path}" if isinstance(kinds, Mapping) else option
-        raise QuiverError(f"data.options.{called} = {said!r}: {nearest(str(said), known)}")
+        raise QuiverError(f"data.options.{called} = {said!r}: {suggest(str(said), known)}")
     return said
 
 
-def as_targets(where: str, train: Any, test: Any, kinds: Kinds) -> tuple[Any, Any]:
+def to_targets(where: str, train: Any, test: Any, kinds: Kinds) -> tuple[Any, Any]:
     """Numbers of any shape as float32 or ids as int64; nothing where labels are learned."""
     several = isinstance(train, dict | tuple)
-    if not several and _said("targets", "", kinds, TARGETS) in (None, "labels"):
+    if not several and _option_of("targets", "", kinds, TARGETS) in (None, "labels"):
         return None, None
 
     def kind_of(path: str) -> str:
-        said = _said("targets", path, kinds, TARGETS[1:] if several else TARGETS)
-        whole = np.issubdtype(dict(leaves(train))[path].dtype, np.integer)
+        said = _option_of("targets", path, kinds, TARGETS[1:] if several else TARGETS)
+        whole = np.issubdtype(dict(tree_leaves(train))[path].dtype, np.integer)
         return said or ("ids" if whole else "numbers")
 
-    def ready(path: str, part: Values) -> Inputs:
+    def ready(path: str, part: AnyArray) -> Inputs:
         called = f"{where}, {path!r}" if path else where
-        return _as_target(called, part, kind_of(path))
+        return _to_target(called, part, kind_of(path))
 
-    return mapped_by_path(ready, train), mapped_by_path(ready, test)
+    return tree_map_with_path(ready, train), tree_map_with_path(ready, test)
 
 
-def _as_target(where: str, part: Values, kind: str) -> Inputs:
+def _to_target(where: str, part: AnyArray, kind: str) -> Inputs:
     wanted: Any = np.integer if kind == "ids" else np.number
     truth = kind == "numbers" and part.dtype == np.bool_
     if not np.issubdtype(part.dtype, wanted) and not truth:
@@ -163,13 +181,18 @@ def _as_target(where: str, part: Values, kind: str) -> Inputs:
         raise QuiverError(
             f"{where}: targets are {part.dtype}; data.options.targets = {kind!r} needs {words}."
         )
-    return np.ascontiguousarray(part, np.int64 if kind == "ids" else np.float32)
+    with np.errstate(over="ignore"):  # the data set refuses the infinity by name
+        return np.ascontiguousarray(part, np.int64 if kind == "ids" else np.float32)
 
 
-def as_labels(
-    where: str, train: Values, test: Values, classes: int | None
+def to_labels(
+    where: str, train: AnyArray, test: AnyArray, classes: int | None
 ) -> tuple[Integers, Integers, tuple[str, ...]]:
-    """Whole numbers are labels as they stand; anything else is numbered in sorted order."""
+    """Labels as 0 … n - 1, and their names.
+
+    0 … n - 1 stay as they are, and so do all whole numbers where `classes` says how many classes
+    there are. Anything else is numbered in sorted order: text, and whole numbers such as 1, 2, 3.
+    """
     for labels in (train, test):
         if labels.ndim != 1:
             raise QuiverError(
@@ -189,10 +212,11 @@ def as_labels(
                 "be of one kind."
             )
         first, second = train.astype(np.int64), test.astype(np.int64)
-        largest = max(int(part.max(initial=-1)) for part in (first, second))
-        count = largest + 1 if classes is None else classes
-        return first, second, tuple(str(label) for label in range(count))
-    first, second, names = _numbered(train, test)
+        if classes is None:
+            return _whole_labels(where, first, second)
+        _check_label_range(where, (first, second), classes)
+        return first, second, tuple(str(label) for label in range(classes))
+    first, second, names = _number_labels(train, test)
     if classes is not None and len(names) != classes:
         raise QuiverError(
             f"{where} holds {len(names)} classes ({', '.join(names[:5])}, …), not "
@@ -201,7 +225,84 @@ def as_labels(
     return first, second, names
 
 
-def _numbered(train: Values, test: Values) -> tuple[Integers, Integers, tuple[str, ...]]:
+def _whole_labels(
+    where: str, train: Integers, test: Integers
+) -> tuple[Integers, Integers, tuple[str, ...]]:
+    values = np.unique(np.concatenate([train, test]))
+    if len(values) and np.array_equal(values, np.arange(-1, len(values) - 1)):
+        # By custom -1 marks an example without a label: a class of them would be learned.
+        raise QuiverError(
+            f"{where}: label -1 is out of range; labels are 0 … {max(len(values) - 2, 0)}. Leave "
+            "out the examples that have no label; if -1 is a class, write the classes as text."
+        )
+    if np.array_equal(values, np.arange(len(values))):
+        return train, test, tuple(str(label) for label in values)
+    return _number_labels(train, test)
+
+
+def _check_label_range(where: str, parts: Sequence[Integers], classes: int) -> None:
+    for labels in parts:
+        if len(labels) and not (labels.min() >= 0 and labels.max() < classes):
+            value = int(labels.min()) if labels.min() < 0 else int(labels.max())
+            raise QuiverError(
+                f"{where}: label {value} is out of range; labels are 0 … {classes - 1} where "
+                f"data.options.classes = {classes}. Leave it out to have the labels numbered in "
+                "their order."
+            )
+
+
+def _note_renumbering(where: str, labels: AnyArray, names: Sequence[str]) -> list[str]:
+    """A note where whole-number labels got new numbers."""
+    whole = np.issubdtype(labels.dtype, np.integer)
+    if not whole or list(names) == [str(label) for label in range(len(names))]:
+        return []
+    as_they_stand = "; data.options.classes = COUNT takes them as they stand"
+    return [
+        f"{where}: the labels {format_names(names)} are numbered 0 … {len(names) - 1} in this order"
+        f"{as_they_stand if names[0][0] != '-' else ''}."
+    ]
+
+
+def _doubt_similar_names(where: str, what: str, names: Sequence[str]) -> list[str]:
+    """A doubt where names differ only in case or in spaces at their ends."""
+    same: dict[str, list[str]] = {}
+    for name in names:
+        same.setdefault(name.strip().casefold(), []).append(repr(name))
+    several = [name for group in same.values() if len(group) > 1 for name in group]
+    if not several:
+        return []
+    return [
+        f"{where}: {format_names(several)} count as {len(several)} {what}, though they differ in "
+        "case or in spaces alone: write them alike if they are the same."
+    ]
+
+
+def format_names(names: Sequence[str], most: int = 20) -> str:
+    """Names in a sentence: all of them, or the first and the last ones and how many there are."""
+    if len(names) <= most:
+        return ", ".join(names)
+    half = most // 2
+    return f"{', '.join(names[:half])}, …, {', '.join(names[-half:])} ({len(names):,})"
+
+
+def _number_labels(train: AnyArray, test: AnyArray) -> tuple[Integers, Integers, tuple[str, ...]]:
     names, numbers = np.unique(np.concatenate([train, test]), return_inverse=True)
     numbers = numbers.astype(np.int64)
     return numbers[: len(train)], numbers[len(train) :], tuple(str(name) for name in names)
+
+
+def split_train_test(groups: npt.NDArray[Any], test_share: float) -> tuple[Integers, Integers]:
+    """Positions for training and for testing, the same share of every group, always the same.
+
+    Groups are classes or owners, by any value; each keeps something for training. The split
+    belongs to the data set, not to an experiment, so it does not depend on its seed.
+    """
+    if not 0 <= test_share < 1:
+        raise QuiverError(f"data.options.test_share = {test_share}: it must be in [0, 1).")
+    chosen = np.zeros(len(groups), dtype=bool)
+    _, numbers = np.unique(groups, return_inverse=True)
+    for number in range(int(numbers.max(initial=-1)) + 1):
+        members = np.flatnonzero(numbers == number)
+        order = stream(0, "train-and-test", number).permutation(members)
+        chosen[order[: min(round(test_share * len(members)), len(members) - 1)]] = True
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)

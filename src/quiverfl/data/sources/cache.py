@@ -18,20 +18,20 @@ from typing import Any, Literal
 import numpy as np
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.on_disk import pieces
-from quiverfl.durable import whole_or_nothing, workplace
+from quiverfl.data.examples import iterate_pieces
 from quiverfl.errors import QuiverError
+from quiverfl.support.durable import temporary_folder, write_atomically
 
 FOLDER = ".quiver-cache"
-VERSION = 4
-"""Of what readers make of the same files: a cache from before is not taken for it."""
+VERSION = 5
+"""Version of what readers make of the same files; an older cache is not reused."""
 MAPPED = ("train_x", "test_x")
 LABELS = ("train_y", "test_y", "train_owner", "test_owner")
 TARGETS = ("train_target", "test_target")
 DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError)
 
 
-def cached(
+def load_cached(
     name: str,
     files: Path,
     options: Mapping[str, Any],
@@ -39,7 +39,7 @@ def cached(
     read: Callable[[], Dataset],
 ) -> Dataset:
     """The data set from the cache; read and kept there first if it is not."""
-    folder = cache / f"{name}-{fingerprint(files, options)}"
+    folder = cache / f"{name}-{hash_files(files, options)}"
     if folder.exists():
         try:
             return load_arrays(folder)
@@ -48,7 +48,7 @@ def cached(
             _remove(folder)
     dataset = read()
     try:
-        with whole_or_nothing(folder) as draft:
+        with write_atomically(folder) as draft:
             save_arrays(dataset, draft)
     except OSError as error:
         warnings.warn(
@@ -65,20 +65,20 @@ def cached(
 
 def _remove(folder: Path) -> None:
     """At once for everybody, though others may be reading it or removing it, too."""
-    with contextlib.suppress(FileNotFoundError), workplace(folder.parent) as aside:
+    with contextlib.suppress(FileNotFoundError), temporary_folder(folder.parent) as aside:
         folder.rename(aside / folder.name)
 
 
-def fingerprint(files: Path, options: Mapping[str, Any]) -> str:
-    """Of the place, names, sizes and times of a file or of all below a folder, and the options."""
+def hash_files(files: Path, options: Mapping[str, Any]) -> str:
+    """Hash the path, names, sizes and times of a file or of all below a folder, and the options."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((VERSION, str(files.resolve()), sorted(options.items()))).encode())
-    for entry in _entries(files):
+    for entry in _list_entries(files):
         digest.update(repr(entry).encode())
     return digest.hexdigest()
 
 
-def _entries(files: Path) -> Iterator[tuple[str, int, int]]:
+def _list_entries(files: Path) -> Iterator[tuple[str, int, int]]:
     if files.is_file():
         status = files.stat()
         yield files.name, status.st_size, status.st_mtime_ns
@@ -88,7 +88,7 @@ def _entries(files: Path) -> Iterator[tuple[str, int, int]]:
     for entry in entries:
         if entry.is_dir():
             if not entry.name.startswith("."):
-                for name, size, changed in _entries(Path(entry.path)):
+                for name, size, changed in _list_entries(Path(entry.path)):
                     yield f"{entry.name}/{name}", size, changed
         else:
             status = entry.stat()
@@ -114,6 +114,8 @@ def save_arrays(dataset: Dataset, folder: Path) -> None:
         "std": dataset.std,
         "owner_names": dataset.owner_names,
         "known_digest": dataset.digest,
+        "notes": dataset.notes,
+        "doubts": dataset.doubts,
         "forms": forms,
     }
     (folder / "dataset.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
@@ -135,7 +137,7 @@ def _save_tree(tree: Any, folder: Path, name: str) -> Any:
                 "shape": tuple(tree.shape),
             },
         )
-        for piece in pieces(tree):
+        for piece in iterate_pieces(tree):
             file.write(np.ascontiguousarray(piece).data)
     return name
 
@@ -148,7 +150,7 @@ def _load_tree(form: Any, read: Callable[[str], Any]) -> Any:
 
 
 def load_arrays(folder: Path) -> Dataset:
-    """What `save_arrays` wrote; the inputs stay on disk and are mapped into memory."""
+    """Load what `save_arrays` wrote; the inputs stay on disk and are mapped into memory."""
     facts = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
     forms = facts.pop("forms")
 
@@ -158,17 +160,17 @@ def load_arrays(folder: Path) -> Dataset:
     arrays = {key: _load_tree(forms[key], lambda name: read(name, "r")) for key in MAPPED}
     arrays |= {key: _load_tree(forms[key], read) for key in TARGETS if key in forms}
     arrays |= {key: read(key) for key in LABELS if (folder / f"{key}.npy").exists()}
-    for key in ("class_names", "owner_names"):
+    for key in ("class_names", "owner_names", "notes", "doubts"):
         facts[key] = tuple(facts[key])
     for key in ("mean", "std"):
-        facts[key] = _tuples(facts[key])
+        facts[key] = _to_tuples(facts[key])
     try:
         return Dataset(**facts, **arrays)
     except QuiverError as error:
         raise ValueError(str(error)) from error
 
 
-def _tuples(per_channel: Any) -> Any:
+def _to_tuples(per_channel: Any) -> Any:
     if isinstance(per_channel, dict):
         return {name: tuple(numbers) for name, numbers in per_channel.items()}
     return tuple(per_channel)

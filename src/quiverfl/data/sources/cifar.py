@@ -6,16 +6,72 @@ A binary record is one label byte (CIFAR-100: the coarse and then the fine label
 
 from __future__ import annotations
 
+import io
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy._core.multiarray import _reconstruct
 
-from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
-from quiverfl.data.sources.file_checks import again, check_labels, check_md5, fetch_again, read_file
-from quiverfl.data.sources.safe_pickle import load_pickle
-from quiverfl.errors import QuiverError, nearest
+from quiverfl.data.dataset import Dataset, Inputs, compute_channel_statistics
+from quiverfl.data.sources.fetch import (
+    check_labels,
+    check_md5,
+    fetch_again,
+    fetch_remedy,
+    read_file,
+)
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.types import Integers
+
+# Pickles that can hold arrays, lists, dicts, numbers and text, and can do nothing.
+#
+# An ordinary pickle may run any program when it is loaded. The Python version of CIFAR needs four
+# names, all harmless; anything else is refused.
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes in old pickles: text and the name of this one encoding."""
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): _latin1,
+}
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return ALLOWED[module, name]
+
+
+def load_pickle(path: Path, content: bytes | None = None) -> Any:
+    """The value in a pickle of Python 2 or 3, with its text as bytes where Python 2 wrote it."""
+    content = read_file(path) if content is None else content
+    try:
+        return _Restricted(io.BytesIO(content), encoding="bytes").load()
+    except pickle.UnpicklingError as error:
+        raise QuiverError(
+            f"{path} is not a pickle of plain arrays ({error}): it is truncated, damaged or not "
+            "what it claims to be, and was not loaded."
+        ) from error
+    except Exception as error:
+        # Damaged pickles raise nearly anything; none of it is of use to a person.
+        raise QuiverError(
+            f"{path} is truncated or damaged ({type(error).__name__}: {error})."
+        ) from error
+
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
@@ -105,7 +161,7 @@ def read_cifar10(folder: Path, verify: bool = True) -> Dataset:
 def read_cifar100(folder: Path, verify: bool = True, labels: str = "fine") -> Dataset:
     """50,000 + 10,000 images of 100 classes, or of the 20 classes above them (`coarse`)."""
     if labels not in HUNDRED:
-        raise QuiverError(f"data.options.labels = {labels!r}: {nearest(labels, HUNDRED)}")
+        raise QuiverError(f"data.options.labels = {labels!r}: {suggest(labels, HUNDRED)}")
     return _read(folder, *HUNDRED[labels], verify)
 
 
@@ -114,7 +170,7 @@ def _read(folder: Path, binary: Release, python: Release, verify: bool) -> Datas
     train_x, train_y = _read_part(folder, release, release.train, verify)
     test_x, test_y = _read_part(folder, release, release.test, verify)
     names = _class_names(folder / release.names_file, release)
-    mean, std = channel_statistics(train_x)
+    mean, std = compute_channel_statistics(train_x)
     return Dataset(
         release.name, train_x, train_y, test_x, test_y, release.classes, names, mean, std
     )
@@ -131,7 +187,7 @@ def _read_part(
         # First as records: a cut-off file is then called that, and not just a wrong checksum.
         images, labels = read(path, content, release)
         if verify:
-            check_md5(path, content, md5, again(release.name, path))
+            check_md5(path, content, md5, fetch_remedy(release.name, path))
         check_labels(path, int(labels.min()), int(labels.max()), release.classes)
         parts.append((images, labels.astype(np.int64)))
     return (

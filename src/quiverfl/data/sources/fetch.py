@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from quiverfl.durable import whole_or_nothing, workplace
 from quiverfl.errors import QuiverError
+from quiverfl.support.durable import temporary_folder, write_atomically
 
 CHUNK = 1 << 18
 TIMEOUT = 30
 
-Report = Callable[[str, int, int | None], None]
+ProgressReport = Callable[[str, int, int | None], None]
 """(file, bytes so far, bytes in all where known), for a progress bar."""
 
 
@@ -39,9 +39,9 @@ class Download:
         return self.url.rsplit("/", 1)[1]
 
 
-def fetch(downloads: Sequence[Download], root: Path, report: Report) -> bool:
+def fetch(downloads: Sequence[Download], root: Path, report: ProgressReport) -> bool:
     """Has all files or folders in their places; False if they already were."""
-    missing = [download for download in downloads if not is_there(root / download.place)]
+    missing = [download for download in downloads if not holds_files(root / download.place)]
     for download in missing:
         try:
             _fetch(download, root, report)
@@ -49,7 +49,8 @@ def fetch(downloads: Sequence[Download], root: Path, report: Report) -> bool:
             _remove_if_empty((root / download.place).parent, root)
             reason = getattr(error, "reason", None) or error
             raise QuiverError(
-                f"{download.url} could not be fetched ({reason}). {by_hand(downloads, root)}"
+                f"{download.url} could not be fetched ({reason}). "
+                f"{download_instructions(downloads, root)}"
             ) from error
     return bool(missing)
 
@@ -60,14 +61,14 @@ def _remove_if_empty(folder: Path, root: Path) -> None:
             folder.rmdir()
 
 
-def is_there(place: Path) -> bool:
+def holds_files(place: Path) -> bool:
     """A file, or a folder that holds something; what Quiver is still writing does not count."""
     if place.is_dir():
         return any(not path.name.startswith(".") for path in place.iterdir())
     return place.exists()
 
 
-def by_hand(downloads: Sequence[Download], root: Path) -> str:
+def download_instructions(downloads: Sequence[Download], root: Path) -> str:
     """Which files to put where when there is no network."""
     if not downloads[0].archive:
         places = ", ".join(str(root / download.place) for download in downloads)
@@ -84,26 +85,26 @@ def by_hand(downloads: Sequence[Download], root: Path) -> str:
     )
 
 
-def _fetch(download: Download, root: Path, report: Report) -> None:
+def _fetch(download: Download, root: Path, report: ProgressReport) -> None:
     """A copy of an archive that already lies in the root is used instead of the network."""
     final = root / download.place
     if not download.archive:
-        with whole_or_nothing(final) as draft:
+        with write_atomically(final) as draft:
             _download(download, draft, report)
             _verify(draft, download, final)
         return
     carried = root / download.file
-    with workplace(root) as folder:
+    with temporary_folder(root) as folder:
         archive = carried
         if not carried.is_file():
             archive = folder / download.file
             _download(download, archive, report)
         _verify(archive, download, carried)
-        with whole_or_nothing(final) as draft:
+        with write_atomically(final) as draft:
             _unpack(archive, download, draft)
 
 
-def _download(download: Download, to: Path, report: Report) -> None:
+def _download(download: Download, to: Path, report: ProgressReport) -> None:
     with urllib.request.urlopen(download.url, timeout=TIMEOUT) as reply, to.open("wb") as file:
         announced = reply.headers.get("Content-Length")
         size = int(announced) if announced else None
@@ -133,7 +134,7 @@ def _verify(path: Path, download: Download, shown: Path) -> None:
 def _unpack(archive: Path, download: Download, draft: Path) -> None:
     """Plain files below the one folder the archive should hold; anything else is refused."""
     try:
-        for name, content in _members(archive):
+        for name, content in _list_members(archive):
             parts = PurePosixPath(name).parts
             if parts[:1] != (download.place,) or ".." in parts:
                 raise QuiverError(
@@ -149,7 +150,7 @@ def _unpack(archive: Path, download: Download, draft: Path) -> None:
         raise QuiverError(f"{archive.name} holds no files.")
 
 
-def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+def _list_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as packed:
             for info in packed.infolist():
@@ -166,3 +167,46 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
                 raise QuiverError(
                     f"{archive.name} holds {member.name!r}, which is not a plain file."
                 )
+
+
+def read_file(path: Path, remedy: str = "") -> bytes:
+    """The bytes of a file, or an error that names it."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise QuiverError(f"{path} is missing. {remedy}".strip()) from None
+    except OSError as error:
+        raise QuiverError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def check_md5(
+    path: Path, content: bytes, expected: str, remedy: str, unpacked: bool = False
+) -> None:
+    """Refuses content that is not the published file, or, `unpacked`, not what it holds."""
+    what = "md5 of the unpacked file" if unpacked else "md5"
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if digest != expected:
+        raise QuiverError(
+            f"{path} has the wrong checksum ({what} {digest}, published {expected}): it is damaged "
+            f"or was changed. {remedy}"
+        )
+
+
+def check_labels(path: Path, lowest: int, highest: int, classes: int) -> None:
+    """Refuses a file whose labels do not fit the number of classes."""
+    if lowest < 0 or highest >= classes:
+        label = lowest if lowest < 0 else highest
+        raise QuiverError(
+            f"{path} holds the label {label}, but there are {classes} classes, 0 … {classes - 1}: "
+            "it belongs to another data set or is damaged."
+        )
+
+
+def fetch_again(name: str, path: Path) -> str:
+    """Say what to do about a damaged file; an archive is unpacked only if its folder is missing."""
+    return f"Delete the folder {path.parent} and run 'quiver data fetch {name}'"
+
+
+def fetch_remedy(name: str, path: Path) -> str:
+    """Say what to do about a file that is not the published one."""
+    return f"{fetch_again(name, path)}, or set data.options.verify = false if the change was meant."

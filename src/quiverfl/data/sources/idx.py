@@ -13,9 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from quiverfl.data.dataset import Dataset, Inputs, Integers, channel_statistics
-from quiverfl.data.sources.file_checks import again, check_labels, check_md5, fetch_again, read_file
+from quiverfl.data.dataset import Dataset, Inputs, compute_channel_statistics
+from quiverfl.data.sources.fetch import (
+    check_labels,
+    check_md5,
+    fetch_again,
+    fetch_remedy,
+    read_file,
+)
 from quiverfl.errors import QuiverError
+from quiverfl.types import Integers
 
 CLASSES = 10
 UNSIGNED_BYTE = 8
@@ -88,7 +95,7 @@ def _read(
         check_labels(labels_path, int(labels.min()), int(labels.max()), CLASSES)
         parts.append((images[:, None], labels.astype(np.int64)))
     (train_x, train_y), (test_x, test_y) = parts
-    mean, std = channel_statistics(train_x)
+    mean, std = compute_channel_statistics(train_x)
     return Dataset(name, train_x, train_y, test_x, test_y, CLASSES, class_names, mean, std)
 
 
@@ -106,7 +113,7 @@ def _load(
         ) from error
     array = _parse(packed, content, sides)
     if verify:
-        check_md5(packed, content, md5[name], again(source, packed), unpacked=True)
+        check_md5(packed, content, md5[name], fetch_remedy(source, packed), unpacked=True)
     return packed, array
 
 

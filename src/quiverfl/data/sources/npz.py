@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.on_disk import LARGE, Rows, map_behind, rows_of
-from quiverfl.data.sources.arrays import Kinds, from_arrays
-from quiverfl.data.sources.train_test import train_and_test
+from quiverfl.data.examples import LARGE, DiskRows, find_memory_map, select_rows
+from quiverfl.data.sources.arrays import Kinds, from_arrays, split_train_test
 from quiverfl.errors import QuiverError
-from quiverfl.trees import leaves, mapped
+from quiverfl.trees import tree_leaves, tree_map
+from quiverfl.types import AnyArray
 
-Values = npt.NDArray[Any]
-Arrays = dict[str, Values]
+Arrays = dict[str, AnyArray]
 Names = str | Sequence[str] | Mapping[str, str]
 """One array; several, by their names; or several by other names."""
 UNREADABLE = (
@@ -57,53 +55,56 @@ def read_npz(
     the arrays; several make a dictionary of inputs, or of targets.
     """
     arrays = _load(path)
-    said: dict[str, Any] = {"inputs": inputs, "targets": targets, "are_ids": _of_ids}
-    if any(f"train_{name}" in arrays for name in _arrays(features)):
+    said: dict[str, Any] = {"inputs": inputs, "targets": targets, "are_ids": _holds_ids}
+    if any(f"train_{name}" in arrays for name in _describe_arrays(features)):
         parts = [
             tuple(_take(path, arrays, names, f"{part}_") for names in (features, label))
             for part in ("train", "test")
         ]
         owners = None
         if f"train_{owner}" in arrays:
-            whose, theirs = (_one(path, arrays, f"{p}_{owner}") for p in ("train", "test"))
+            whose, theirs = (_take_array(path, arrays, f"{p}_{owner}") for p in ("train", "test"))
             owners = (np.asarray(whose), np.asarray(theirs))
-        first, second = ((_on_disk(x), mapped(np.asarray, y)) for x, y in parts)
+        first, second = ((_keep_on_disk(x), tree_map(np.asarray, y)) for x, y in parts)
         return from_arrays(path.stem, str(path), first, second, owners, classes, **said)
     x, y = (_take(path, arrays, names) for names in (features, label))
     owned = np.asarray(arrays[owner]) if owner in arrays else None
     count = _check_lengths(path, {"x": x, "y": y, owner: owned})
     one = not isinstance(y, dict) and y.ndim == 1 and targets in (None, "labels")
     groups = np.asarray(y) if one else np.zeros(count, np.int64)
-    rows = train_and_test(groups if owned is None else owned, test_share)
+    rows = split_train_test(groups if owned is None else owned, test_share)
     owners = None if owned is None else (owned[rows[0]], owned[rows[1]])
-    x = _on_disk(x)
+    x = _keep_on_disk(x)
     first, second = (
-        (mapped(lambda a, r=r: rows_of(a, r), x), mapped(lambda a, r=r: np.asarray(a[r]), y))
+        (
+            tree_map(lambda a, r=r: select_rows(a, r), x),
+            tree_map(lambda a, r=r: np.asarray(a[r]), y),
+        )
         for r in rows
     )
     return from_arrays(path.stem, str(path), first, second, owners, classes, **said)
 
 
-def _of_ids(path: str, x: Values) -> bool:
+def _holds_ids(path: str, x: AnyArray) -> bool:
     return bool(np.issubdtype(x.dtype, np.integer)) and x.dtype != np.uint8
 
 
-def _on_disk(x: Any) -> Any:
+def _keep_on_disk(x: Any) -> Any:
     """Large arrays of files stay there; others are read."""
 
-    def one(array: Values) -> Any:
-        if map_behind(array) is not None and array.nbytes > LARGE and len(array):
-            return Rows(array)
-        return np.array(array) if map_behind(array) is not None else array
+    def one(array: AnyArray) -> Any:
+        if find_memory_map(array) is not None and array.nbytes > LARGE and len(array):
+            return DiskRows(array)
+        return np.array(array) if find_memory_map(array) is not None else array
 
-    return mapped(one, x)
+    return tree_map(one, x)
 
 
 def _check_lengths(path: Path, trees: Mapping[str, Any]) -> int:
     named = [
         (f"{kind}.{name}" if name else kind, len(array))
         for kind, tree in trees.items()
-        for name, array in leaves(tree)
+        for name, array in tree_leaves(tree)
         if array is not None
     ]
     first, count = named[0]
@@ -128,7 +129,7 @@ def _load(path: Path) -> Arrays:
             f"{path} is not a readable {what} ({type(error).__name__}): it is "
             "truncated, damaged or holds Python objects."
         ) from error
-    return {_usual(key): array for key, array in arrays.items()}
+    return {_is_usual_key(key): array for key, array in arrays.items()}
 
 
 def _members(path: Path) -> Arrays:
@@ -139,12 +140,12 @@ def _members(path: Path) -> Arrays:
             info = archive.zip.NameToInfo.get(f"{key}.npy")
             plain = info is not None and info.compress_type == zipfile.ZIP_STORED
             large = plain and info.file_size > LARGE
-            found = _mapped_member(path, file, info.header_offset) if large else None
-            arrays[key] = archive[key] if found is None else found
+            mapped = _map_member(path, file, info.header_offset) if large else None
+            arrays[key] = archive[key] if mapped is None else mapped
     return arrays
 
 
-def _mapped_member(path: Path, file: IO[bytes], header: int) -> Values | None:
+def _map_member(path: Path, file: IO[bytes], header: int) -> AnyArray | None:
     """An array that lies in a file as it is; None where it is laid out otherwise."""
     file.seek(header)
     name, extra = struct.unpack("<26x2H", file.read(30))
@@ -162,12 +163,12 @@ def _mapped_member(path: Path, file: IO[bytes], header: int) -> Values | None:
     return np.memmap(path, dtype, "r", file.tell(), shape)
 
 
-def _usual(key: str) -> str:
+def _is_usual_key(key: str) -> str:
     what, _, part = key.rpartition("_")
     return f"{part}_{what}" if part in ("train", "test") else key
 
 
-def _arrays(names: Names) -> list[str]:
+def _describe_arrays(names: Names) -> list[str]:
     """The names of the arrays."""
     if isinstance(names, Mapping):
         return list(names.values())
@@ -176,12 +177,12 @@ def _arrays(names: Names) -> list[str]:
 
 def _take(path: Path, arrays: Arrays, names: Names, part: str = "") -> Any:
     if isinstance(names, str):
-        return _one(path, arrays, f"{part}{names}")
+        return _take_array(path, arrays, f"{part}{names}")
     pairs = names.items() if isinstance(names, Mapping) else ((name, name) for name in names)
-    return {called: _one(path, arrays, f"{part}{name}") for called, name in pairs}
+    return {called: _take_array(path, arrays, f"{part}{name}") for called, name in pairs}
 
 
-def _one(path: Path, arrays: Arrays, key: str) -> Values:
+def _take_array(path: Path, arrays: Arrays, key: str) -> AnyArray:
     if key not in arrays:
         raise QuiverError(
             f"{path} has no array {key!r}; it has {', '.join(sorted(arrays)) or 'none'}. Name "

@@ -20,21 +20,26 @@ without augmentation, is exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import sqrt
 
 import numpy as np
-import numpy.typing as npt
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.simulate import simulate
 from quiverfl.errors import QuiverError
+from quiverfl.methods.dfedpgp import DFedPGP
 from quiverfl.seeds import Hashes, stream
 from quiverfl.task import Task
-
-Floats = npt.NDArray[np.float64]
+from quiverfl.topologies.topology import Topology
+from quiverfl.training import Training
+from quiverfl.types import Floats
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Problem:
 
     @cached_property
     def task(self) -> Task:
-        return Task(partial(Bowl, self), personal=("v",), loss=_as_it_is, metrics={})
+        return Task(partial(Bowl, self), personal=("v",), loss=_identity_loss, metrics={})
 
     @cached_property
     def data(self) -> FederatedData:
@@ -170,6 +175,69 @@ class Bowl(nn.Module):
         return each.sum(dim=-1)
 
 
-def _as_it_is(outputs: Tensor, targets: Tensor) -> Tensor:
+def _identity_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """The model's output is the loss already."""
     return outputs
+
+
+# DFedPGP on a problem, with the step sizes of the corollary.
+
+
+METHOD = DFedPGP(personal_epochs=1, shared_epochs=2)
+"""K_v = 1 and K_u = 2: here an epoch is one step."""
+
+
+def make_training(problem: Problem, length: float) -> Training:
+    """η_u L_u K_u = η_v L_v K_v = length."""
+    return Training(
+        lr=length / (problem.smooth_shared * METHOD.shared_epochs),
+        personal_lr=length / (problem.smooth_personal * METHOD.personal_epochs),
+        batch_size=None,
+    )
+
+
+def make_corollary_training(problem: Problem, scale: float, rounds: int) -> Training:
+    """η_u = c / (L_u K_u √T) and η_v = c / (L_v K_v √T); c is the scale."""
+    return make_training(problem, scale / rounds**0.5)
+
+
+def run_problem(
+    problem: Problem,
+    topology: Topology,
+    training: Training,
+    rounds: int,
+    *,
+    method: DFedPGP = METHOD,
+    seed: int = 0,
+    common_init: bool = True,
+    gradients: bool = True,
+    checkpoint: Callable[[Checkpoint], None] | None = None,
+) -> pd.DataFrame:
+    """The records of the rounds; `checkpoint` is shown the state after each of them."""
+    run = simulate(
+        problem.task,
+        problem.data,
+        method=method,
+        topology=topology,
+        training=training,
+        rounds=rounds,
+        seed=seed,
+        dtype=torch.float64,
+        threads=1,
+        executor="vectorized",
+        common_init=common_init,
+        evaluate_every=1 if gradients else rounds,
+        keep_local=False,
+        gradients=gradients,
+        checkpoint=checkpoint,
+        checkpoint_every=1,
+    )
+    return run.rounds
+
+
+def bounded_error(problem: Problem, records: pd.DataFrame) -> Floats:
+    """Δ_ū/L_u + Δ_v/L_v after each round: what the theorem bounds on average."""
+    shared = records["gradient_shared"].to_numpy(dtype=np.float64)
+    personal = records["gradient_personal"].to_numpy(dtype=np.float64)
+    both: Floats = shared / problem.smooth_shared + personal / problem.smooth_personal
+    return both

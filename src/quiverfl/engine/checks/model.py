@@ -1,0 +1,253 @@
+"""What a model, its loss and its metrics must be: tried on two samples, refused with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quiverfl.data.federated import FederatedData
+from quiverfl.engine.checks.probe import ModelProbe, refuse_stacked
+from quiverfl.engine.local.examples import Batch
+from quiverfl.engine.local.model_rng import KeyedRandomMode
+from quiverfl.engine.local.programs import Program, Sequential
+from quiverfl.errors import QuiverError
+from quiverfl.objectives import Metric, cross_entropy
+from quiverfl.task import Params, Task
+from quiverfl.trees import Tree, first_leaf, tree_leaves, tree_map
+
+# Targets that do not fit the loss: the usual slips, each with what to write instead.
+
+
+def check_targets(task: Task, y: Tree, outputs: Tree) -> None:
+    """Labels for the default loss, as they are in the data; other losses say it themselves."""
+    if task.loss is cross_entropy and isinstance(y, Tensor) and isinstance(outputs, Tensor):
+        _check_class_numbers(y, outputs)
+
+
+def _check_class_numbers(y: Tensor, outputs: Tensor) -> None:
+    """What cross-entropy takes: one class number for each row of outputs."""
+    shape = tuple(y.shape[1:])
+    if y.ndim == 2 and y.shape[1] > 1 and outputs.ndim == 2 and y.shape[1] == outputs.shape[1]:
+        whole = bool(((y == 0) | (y == 1)).all())
+        if whole and bool((y.sum(dim=1) == 1).all()):
+            raise QuiverError(
+                f"the labels are one-hot ({y.shape[1]} columns): give class numbers, "
+                "y.argmax(axis=1)."
+            )
+        raise QuiverError(
+            f"targets of shape {shape} and the default loss, cross-entropy: it takes class "
+            "numbers. Several labels take loss='bce', several numbers loss='mse', next tokens "
+            "loss='next_token' (Task(loss=…) or [task])."
+        )
+    if y.ndim == 2 and y.shape[1] == 1:
+        raise QuiverError("the labels have shape (n, 1): give a flat array, y.reshape(-1).")
+    if y.is_floating_point():
+        if bool((y == y.round()).all()):
+            raise QuiverError(
+                f"the labels are {str(y.dtype).removeprefix('torch.')}: make them whole numbers, "
+                "y.astype(int)."
+            )
+        raise QuiverError(
+            "the targets are numbers, not classes, and the default loss is cross-entropy: for "
+            "regression give loss='mse' (Task(loss='mse') or [task]), or a loss of your own that "
+            "gives one number per sample."
+        )
+
+
+WRONG = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+"""What torch and a model's own code raise for inputs they cannot take."""
+CPU, KEY = torch.device("cpu"), torch.int64
+
+
+def check_model(task: Task, data: FederatedData, executor: str = "auto") -> None:
+    """Two samples through the model, in training and in use, then through loss and metrics."""
+    x, y = (tree_map(_two, part) for part in (data.train.x, data.train.y))
+    x = data.prepare(x) if data.prepare is not None else x
+    x, y = tree_map(_single, x), tree_map(_single, y)
+    program = Program.of(task, torch.float32, CPU)
+    with torch.no_grad():
+        _check_training(program, x)
+        outputs = _check_use(program, x)
+    _check_samples(outputs, len(first_leaf(y)))
+    _check_labels(outputs, data)
+    check_targets(task, data.train.y, outputs)
+    _check_numbers("loss", task.loss, outputs, y)
+    for name, metric in task.metrics.items():
+        if name == "loss":
+            raise QuiverError("a metric is called 'loss', which is the loss: choose another name.")
+        _check_numbers(f"metric {name!r}", metric, outputs, y)
+    _check_gradient(program, task.initial_params(0), x, y)
+    if executor == "vectorized":
+        reason = ModelProbe(task, program, task.initial_params(0), x, y).why_not_stacked(loops=True)
+        if reason is not None:
+            refuse_stacked(reason)
+
+
+def _two(leaf: Tensor) -> Tensor:
+    two = leaf[:2]
+    return torch.cat([two, two])[:2]  # also where there is one sample only
+
+
+def _single(leaf: Tensor) -> Tensor:
+    return leaf.to(torch.float32) if leaf.is_floating_point() else leaf
+
+
+def _check_training(program: Program, x: Tree) -> None:
+    """It draws nothing but what can be keyed, and changes no buffer."""
+    buffers = {name: buffer.clone() for name, buffer in program.module.named_buffers()}
+    program.module.train()
+    watch = _Watch(torch.zeros((), dtype=KEY))
+    _outputs(program, x, watch)
+    if watch.culprit is not None:
+        raise QuiverError(
+            f"the model draws random numbers with {watch.culprit}, which cannot be reproduced per "
+            "client. nn.Dropout and its variants, torch.rand, randn, rand_like, randn_like and "
+            "bernoulli can; for dropout inside nn.LSTM or nn.GRU put nn.Dropout between layers."
+        )
+    for name, buffer in program.module.named_buffers():
+        if name not in buffers or not torch.equal(buffer, buffers[name]):
+            raise QuiverError(
+                f"the model changes its buffer {name!r} in forward; a client's model must be a "
+                "pure function of its parameters. Make it a parameter, or do not change it."
+            )
+
+
+def _check_use(program: Program, x: Tree) -> Tree:
+    """In use it draws nothing, and says the same of a sample whatever else is in the batch."""
+    program.module.eval()
+    watch = _Watch(torch.zeros((), dtype=KEY))
+    outputs = _outputs(program, x, watch)
+    if watch.culprit is not None or watch.count:
+        raise QuiverError(
+            "the model draws random numbers in evaluation too, not only in training: pass "
+            "training=self.training to F.dropout, or draw only if self.training."
+        )
+    alone = _outputs(program, tree_map(lambda leaf: torch.cat([leaf[:1], leaf[:1]]), x))
+    for (name, both), (_, one) in zip(tree_leaves(outputs), tree_leaves(alone), strict=True):
+        if both.ndim and not torch.allclose(both[:1], one[:1], 1e-3, 1e-4, equal_nan=True):
+            where = f", in its output {name!r}," if name else ""
+            raise QuiverError(
+                f"the model's output for a sample{where} depends on the other samples of the "
+                "batch. Batches are padded, so it must not: normalise each sample by itself "
+                "(nn.GroupNorm, nn.LayerNorm)."
+            )
+    return outputs
+
+
+def _outputs(program: Program, x: Tree, draws: KeyedRandomMode | None = None) -> Tree:
+    before = torch.random.get_rng_state()
+    try:
+        return program.outputs(None, x, draws)
+    except WRONG as error:
+        said = str(error).rstrip(". \n")
+        raise QuiverError(f"the model does not take inputs {_shapes(x)}: {said}.") from error
+    finally:
+        torch.random.set_rng_state(before)
+
+
+class _Watch(KeyedRandomMode):
+    """Notes the first function that draws from torch's global generator all the same."""
+
+    culprit: str | None = None
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        before = torch.random.get_rng_state()
+        found = super().__torch_function__(function, types, args, kwargs)
+        if self.culprit is None and not torch.equal(torch.random.get_rng_state(), before):
+            self.culprit = getattr(function, "__name__", str(function))
+        return found
+
+
+def _check_samples(outputs: Tree, samples: int) -> None:
+    for name, leaf in tree_leaves(outputs):
+        if leaf.ndim == 0 or len(leaf) != samples:
+            what = f"output {name!r}" if name else "output"
+            raise QuiverError(
+                f"the model's {what} has shape {tuple(leaf.shape)} for {samples} samples: the "
+                "first dimension of everything a model returns is the samples."
+            )
+
+
+def _check_labels(outputs: Tree, data: FederatedData) -> None:
+    classes = data.classes
+    if classes is None or not isinstance(outputs, Tensor) or outputs.ndim != 2:
+        return
+    count = outputs.shape[1]
+    if count >= classes:
+        return
+    smallest = min((int(y.min()) for y in (data.train.y, data.test.y) if len(y)), default=0)
+    remedy = f"give the model {classes} outputs."
+    if smallest > 0 and classes - smallest <= count:
+        remedy = f"they begin at {smallest}: subtract {smallest} from all of them, or {remedy}"
+    raise QuiverError(
+        f"labels go up to {classes - 1} but the model has {count} outputs: labels are out of "
+        f"range; {remedy}"
+    )
+
+
+def _check_numbers(what: str, function: Callable[..., Any], outputs: Tree, y: Tree) -> None:
+    """One number per sample, from outputs and targets of these shapes."""
+    samples = len(first_leaf(y))
+    try:
+        found = function(outputs, y)
+    except WRONG as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise QuiverError(
+            f"the {what} cannot be computed from outputs {_shapes(outputs)} and targets "
+            f"{_shapes(y)}: {first.rstrip('.')}."
+        ) from error
+    if isinstance(function, Metric):
+        _check_metric(what, function, found, samples)
+    elif not isinstance(found, Tensor) or tuple(found.shape) != (samples,):
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise QuiverError(
+            f"the {what} gives {shape} for {samples} samples; it must give one number per sample, "
+            f"({samples},): use reduction='none' and take the mean over the other dimensions."
+        )
+
+
+def _check_metric(what: str, metric: Metric, found: Any, samples: int) -> None:
+    """Sums [n, s] of which numbers can be made, or one number."""
+    if metric.value is None:
+        if not isinstance(found, int | float) and not (
+            isinstance(found, Tensor) and found.numel() == 1
+        ):
+            raise QuiverError(f"the {what} must give one number for all samples, not {found!r}.")
+        return
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != samples:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise QuiverError(
+            f"the {what} gives {shape} for {samples} samples: with `value` it gives every "
+            "sample's share of some sums, [n, sums]."
+        )
+    value = metric.value(found.double().sum(dim=0, keepdim=True))
+    if tuple(value.shape) != (1,):
+        raise QuiverError(
+            f"the {what}: value(sums [clients, s]) must give [clients], not {tuple(value.shape)}."
+        )
+
+
+def _check_gradient(program: Program, point: Params, x: Tree, y: Tree) -> None:
+    stacked = Params(*(part.unsqueeze(0) for part in point))
+    x, y = (tree_map(lambda leaf: leaf.unsqueeze(0), part) for part in (x, y))
+    try:
+        batch = Batch(1, x, y, keys=torch.zeros(1, dtype=KEY))
+        Sequential().bind(program, stacked, "whole")(batch)
+    except WRONG as error:
+        said = str(error).rstrip(". \n")
+        raise QuiverError(f"the model's loss cannot be differentiated: {said}.") from error
+
+
+def _shapes(tree: Tree) -> str:
+    """Of one sample, leaf by leaf."""
+
+    def of(leaf: Tensor) -> str:
+        return f"of shape {tuple(leaf.shape[1:])} ({leaf.dtype})"
+
+    parts: Iterable[str] = (f"{name} {of(leaf)}".strip() for name, leaf in tree_leaves(tree))
+    return ", ".join(parts)

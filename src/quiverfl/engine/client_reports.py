@@ -1,0 +1,112 @@
+"""What clients tell of themselves where the topology looks, and what they have been told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quiverfl.engine.evaluation import compute_metrics
+from quiverfl.engine.history import Record
+from quiverfl.engine.local.context import ClientGroup, PhaseContext
+from quiverfl.engine.local.vmap import vmap_params
+from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Method
+from quiverfl.seeds import key_hashes
+from quiverfl.task import Params
+from quiverfl.topologies.analysis import graph_to_text
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.reports import ReportSpec, ReportValues, ReportView
+from quiverfl.types import Floats, Integers
+
+
+class ReportExchange:
+    """The view of all clients, and what those of one shard say of the round they are in."""
+
+    def __init__(
+        self, looks: ReportSpec, context: PhaseContext, method: Method, ids: Integers, clients: int
+    ) -> None:
+        self.looks, self.view = looks, ReportView.empty(looks, clients)
+        self.outgoing: ReportValues = np.full((len(ids), looks.width), np.nan, dtype=np.float32)
+        """[rows, width]. A client that does not train says again what it said last."""
+        self._context, self._personal, self._ids = context, vmap_params(method.personal), ids
+
+    def record_losses(self, state: Any, group: ClientGroup) -> Callable[[Any], None]:
+        """Before clients train: their loss. What is returned wants the state they reach."""
+        point = self._personal(state)
+        if self.looks.loss:
+            self.outgoing[group.rows, 0] = self._losses(point, group)
+        return partial(self._record_updates, point, group)
+
+    def _losses(self, point: Params, group: ClientGroup) -> Floats:
+        """On the clients' training data."""
+        context, company = self._context, group.company
+        if company is not None:
+            group = replace(group, company=replace(company, test=company.train))
+        metrics = compute_metrics(context, context.examples, point, group)
+        return metrics["loss"]
+
+    def _record_updates(self, before: Params, group: ClientGroup, state: Any) -> None:
+        """How far they came, and a sketch of where to."""
+        if not (self.looks.norm or self.looks.sketch):
+            return
+        updates = (self._personal(state).shared - before.shared).to("cpu", torch.float64).numpy()
+        place = int(self.looks.loss)
+        if self.looks.norm:
+            self.outgoing[group.rows, place] = [np.sqrt(row @ row) for row in updates]
+        if self.looks.sketch:
+            # Row by row, each sum in the order of coordinates: the same wherever a client is.
+            self.outgoing[group.rows, place + int(self.looks.norm) :] = [
+                count_sketch(row, self._buckets, self._signs, self.looks.sketch) for row in updates
+            ]
+
+    @cached_property
+    def _hashes(self) -> npt.NDArray[np.uint64]:
+        size = self._context.task.shared_layout.size
+        return key_hashes(self.looks.seed, "sketch", np.arange(size))
+
+    @cached_property
+    def _buckets(self) -> Integers:
+        return ((self._hashes >> np.uint64(1)) % np.uint64(max(1, self.looks.sketch))).astype(
+            np.int64
+        )
+
+    @cached_property
+    def _signs(self) -> Floats:
+        return np.where(self._hashes & np.uint64(1), 1.0, -1.0)
+
+    def exchange(self, round: int, graph: Graph, outgoing: ReportValues) -> Record:
+        """Everybody remembers what it was told; the record has who told whom."""
+        self.view = self.view.with_messages(round, graph, outgoing)
+        return {"links": graph_to_text(graph)}
+
+    def rows(self) -> dict[str, Tensor]:
+        """What this shard's clients know."""
+        known = self.view.arrays()
+        return {name: torch.from_numpy(array[self._ids]) for name, array in known.items()}
+
+    def restore(self, known: Mapping[str, Tensor]) -> None:
+        """Take back what this shard's clients knew."""
+        arrays: dict[str, Any] = {n: array.copy() for n, array in self.view.arrays().items()}
+        for name, array in arrays.items():
+            rows = known.get(name)
+            if rows is None or tuple(rows.shape) != (len(self._ids), *array.shape[1:]):
+                raise QuiverError(
+                    "the checkpoint does not have what clients told each other as this topology "
+                    "looks at it: it was made with another topology or number of clients."
+                )
+            array[self._ids] = rows.cpu().numpy()
+        self.view = ReportView.from_arrays(self.looks, arrays)
+        self.outgoing = self.view.values[self._ids, self._ids].copy()
+
+
+def count_sketch(row: Floats, buckets: Integers, signs: Floats, count: int) -> Floats:
+    """A count sketch: every coordinate with its sign, added up in its bucket."""
+    sums: Floats = np.bincount(buckets, weights=signs * row, minlength=count).astype(np.float64)
+    return sums

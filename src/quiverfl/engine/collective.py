@@ -1,0 +1,137 @@
+"""All clients of a federation, as one process reaches them: in this process, or on many ranks.
+
+A shard and an exchange ask about clients that may be elsewhere. On several ranks all of them must
+ask the same, in the same order; what they learn is the same to the bit wherever clients are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quiverfl.engine.exchange.matrix import NARROWEST, mix
+from quiverfl.engine.local.context import ClientGroup
+from quiverfl.engine.local.workers import parallel_for
+from quiverfl.topologies.graph import Graph
+from quiverfl.types import Flags, Integers
+
+Answer = TypeVar("Answer")
+
+
+class World(Protocol):
+    """The clients here, and answers about those of all."""
+
+    @property
+    def ids(self) -> Integers:
+        """The numbers of the clients here, in the order of a shard's rows."""
+
+    @property
+    def everybody(self) -> Integers:
+        """The numbers of all clients. Flags and answers about all are in this order."""
+
+    @property
+    def longest(self) -> int:
+        """The number of training examples of the client with the most."""
+
+    def rows_of(self, clients: Integers) -> Integers:
+        """The rows here of some clients, given by their places among all."""
+
+    def here(self, flags: Flags) -> Flags:
+        """Of flags of all clients those of the rows here."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Everybody's rows."""
+
+    def gather_group(self, own: Tensor, group: ClientGroup) -> Tensor:
+        """The rows of everybody in a group, in the group's order."""
+
+    def groups(self, chosen: Integers, width: int) -> Iterator[ClientGroup]:
+        """The groups that one process would form of the chosen clients: those of them here.
+
+        Clients of like size are together, so that none waits for another. Perhaps nobody of a
+        group is here.
+        """
+
+    def sum_rows(self, leaf: Tensor) -> Tensor:
+        """The sum of everybody's rows, in float64."""
+
+    def sum_columns(
+        self, leaf: Tensor, width: int, work: Callable[[Tensor], Tensor], total: Tensor
+    ) -> Tensor:
+        """`total` + Σ work(everybody's rows of `width` columns), added in the order of columns."""
+
+    def mix(self, graph: Graph, leaf: Tensor, multiple: int = NARROWEST) -> Tensor:
+        """What the clients here receive, as `matrix.mix` computes it for all."""
+
+    def together(self, work: Callable[[], Answer]) -> Answer:
+        """Do the work. What fails on one rank fails on all."""
+
+
+class LocalWorld:
+    """All clients are in one place; `sizes` says how many examples each has."""
+
+    def __init__(self, ids: Integers, sizes: Integers | None = None) -> None:
+        self.ids = self.everybody = ids
+        self._sizes = np.zeros(len(ids)) if sizes is None else sizes
+
+    @property
+    def longest(self) -> int:
+        return int(self._sizes.max())
+
+    def rows_of(self, clients: Integers) -> Integers:
+        return clients
+
+    def here(self, flags: Flags) -> Flags:
+        return flags
+
+    def gather(self, own: Tensor) -> Tensor:
+        return own
+
+    def gather_group(self, own: Tensor, group: ClientGroup) -> Tensor:
+        return own
+
+    def groups(self, chosen: Integers, width: int) -> Iterator[ClientGroup]:
+        order = chosen[np.argsort(-self._sizes[chosen], kind="stable")]
+        for begin in range(0, len(order), width):
+            rows = order[begin : begin + width]
+            yield ClientGroup(rows, self.ids[rows])
+
+    def sum_rows(self, leaf: Tensor) -> Tensor:
+        return leaf.sum(dim=0, dtype=torch.float64)
+
+    def sum_columns(
+        self, leaf: Tensor, width: int, work: Callable[[Tensor], Tensor], total: Tensor
+    ) -> Tensor:
+        return sum_columns(leaf, width, work, total)
+
+    def mix(self, graph: Graph, leaf: Tensor, multiple: int = NARROWEST) -> Tensor:
+        return mix(graph, leaf, multiple)
+
+    @staticmethod
+    def together(work: Callable[[], Any]) -> Any:
+        return work()
+
+
+def sum_columns(
+    leaf: Tensor, width: int, work: Callable[[Tensor], Tensor], total: Tensor
+) -> Tensor:
+    """`total` + Σ work(all rows of `width` columns), added in the order of columns."""
+    for columns in torch.split(leaf, width, dim=1):
+        total = total + work(columns)
+    return total
+
+
+def compute_groups(
+    world: World,
+    work: Callable[[ClientGroup], None],
+    chosen: Integers,
+    width: int,
+    workers: int,
+) -> None:
+    """Do the work for all groups of the chosen clients, some of them side by side."""
+    groups = [group for group in world.groups(chosen, width) if len(group.rows)]
+    world.together(lambda: parallel_for(work, groups, workers))

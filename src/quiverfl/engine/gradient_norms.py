@@ -1,0 +1,88 @@
+"""The gradients that DFedPGP's theorem bounds, on the full local training sets.
+
+    Δ_ū = ‖(1/m) Σ_i ∇_u F_i(ū, v_i)‖²      at the mean ū of the clients' shared parts
+    Δ_v = (1/m) Σ_i ‖∇_v F_i(z_i, v_i)‖²    at the model (z_i, v_i) each client would use
+
+They cost two passes over all training data, forward and backward, and so are asked for by name.
+Inputs are prepared and not augmented, and nothing is dropped: F_i is the loss on the examples as
+they are, of the model as it is in use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quiverfl.engine.local.context import ClientGroup, PhaseContext
+from quiverfl.engine.local.examples import Batch, padding_weights
+from quiverfl.engine.local.programs import align_rows
+from quiverfl.engine.states import to_device
+from quiverfl.methods.contract import Part
+from quiverfl.task import Params
+
+if TYPE_CHECKING:
+    from quiverfl.engine.shard import Shard
+
+SLAB = 512
+"""Samples per client that pass through the model at once."""
+
+
+def gradient_norms(shard: Shard, mass: Tensor | None) -> dict[str, float]:
+    """Δ_ū and Δ_v of the states of all clients as they are now."""
+    context, world = shard.context, shard.world
+    mean = mean_shared(shard, mass).to(context.device)
+    layouts = context.task.shared_layout, context.task.personal_layout
+    shared, personal = torch.zeros_like(mean, dtype=torch.float64), 0.0
+    clients = len(world.everybody)
+    for group in world.groups(np.arange(clients), context.executor.chunk):
+        own_shared, own_personal = (mean.new_zeros(0, layout.size) for layout in layouts)
+        if len(group.rows):
+            own = to_device(shard.personal(group.rows), context.device)
+            agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
+            common = Params(agreed, own.personal)
+            own_shared = full_gradient(context, common, "shared", group)
+            own_personal = full_gradient(context, own, "personal", group)
+        shared += world.gather_group(own_shared, group).sum(dim=0)
+        personal += float(world.gather_group(own_personal, group).square().sum())
+    return {
+        "gradient_shared": float((shared / clients).square().sum()),
+        "gradient_personal": personal / clients,
+    }
+
+
+def mean_shared(shard: Shard, mass: Tensor | None) -> Tensor:
+    """ū = Σu / Σμ: the mean of the u, since Σμ = m; with messages in flight, of what is here.
+
+    `mass` is that of all clients.
+    """
+    assert shard.shared is not None
+    total = shard.world.sum_rows(getattr(shard.state, shard.shared))
+    return total / (len(shard.world.everybody) if mass is None else mass.sum())
+
+
+def full_gradient(context: PhaseContext, point: Params, part: Part, group: ClientGroup) -> Tensor:
+    """The gradient of each client's mean training loss, float64 [clients, size of the part]."""
+    rows = group.rows
+    sizes = context.examples.sizes[rows]
+    everyone = sizes if group.company is None else group.company.train
+    values = point.shared if part == "shared" else point.personal
+    total = torch.zeros_like(values, dtype=torch.float64)
+    if not values.shape[1]:
+        return total
+    for begin in range(0, int(sizes.max()), SLAB):
+        here = np.flatnonzero(sizes > begin)
+        counts = np.minimum(sizes[here] - begin, SLAB)
+        among = np.minimum(everyone[everyone > begin] - begin, SLAB)
+        width = int(among.max())
+        samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
+        x, y = context.examples.gather(rows[here], samples)
+        some = point if len(here) == len(rows) else Params(*(half[here] for half in point))
+        some = Params(*(align_rows(half) for half in some))
+        gradient = context.executor.bind(context.program(), some, part, training=False)
+        slope = gradient(Batch(len(here), x, y, padding_weights(counts, among, values)))
+        share = torch.from_numpy(counts / sizes[here]).to(total.device)
+        total[here] += slope.double() * share.unsqueeze(1)
+    return total

@@ -1,0 +1,420 @@
+"""A model as a function of stacked parameters, and the two ways of computing it for many clients.
+
+`Vectorized` computes all clients of a chunk together (vmap: batched matrix products), which is
+fastest for dense models; `Sequential` binds the parameters of one client after the other to one
+module, which is fastest for convolutional models on a CPU (engine/local/workers.py: several at a
+time, each on a module of its own). Both give the same numbers up to rounding, and nothing above
+them can tell which one is at work.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from quiverfl.engine.local.examples import Batch
+from quiverfl.engine.local.model_rng import KeyedRandomMode
+from quiverfl.engine.local.workers import WORKER
+from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Part
+from quiverfl.objectives import PerSample
+from quiverfl.task import InputStyle, ModelOutputs, Params, Task, call_arguments, to_plain_tree
+from quiverfl.trees import Layout, Tree, first_leaf, tree_map
+
+CACHE_LINE = 64
+"""Bytes; new tensors begin at one."""
+
+Losses = Callable[[ModelOutputs, Tree, int], Tensor]
+"""(seen [k, n, …], targets [k, n, …], k) → one number per sample, [k, n]."""
+Gradient = Callable[[Batch], Tensor]
+"""batch → the gradients of one part, [clients, size].
+
+Each is that of the client's mean loss, at the bound parameters as they are then.
+"""
+
+Stacked = Callable[["Program", dict[str, Tensor], Tree, bool, Tensor | None], ModelOutputs]
+"""(program, stacked parameters, inputs [k, n, …], features?, keys) → what the k models see."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A module, the names of its shared and personal parameters, and the loss of its outputs."""
+
+    module: nn.Module
+    shared: Layout
+    personal: Layout
+    loss: PerSample
+    head: str | None
+    inputs: InputStyle = "arguments"
+
+    @classmethod
+    def of(cls, task: Task, dtype: torch.dtype, device: torch.device) -> Program:
+        module = copy.deepcopy(task.skeleton).to(dtype=dtype, device=device).eval()
+        module.requires_grad_(False)
+        layouts = (task.shared_layout, task.personal_layout)
+        return cls(module, *layouts, task.loss, task.head, task.inputs)
+
+    def another(self) -> Program:
+        """The same on a module of its own; what is the same for all clients is not copied."""
+        bound = {*self.shared.names, *self.personal.names}
+        same = [p for name, p in self.module.named_parameters() if name not in bound]
+        memo = {id(tensor): tensor for tensor in (*same, *self.module.buffers())}
+        module = copy.deepcopy(self.module, memo)
+        return replace(self, module=module)
+
+    def head_alone(self) -> Program:
+        """The personal submodule as a program on the body's features."""
+        assert self.head is not None
+        names = tuple(n.removeprefix(self.head + ".") for n in self.personal.names)
+        module = self.module.get_submodule(self.head)
+        return Program(module, Layout((), ()), Layout(names, self.personal.shapes), self.loss, None)
+
+    def named(self, point: Params) -> dict[str, Tensor]:
+        return {**self.shared.split(point.shared), **self.personal.split(point.personal)}
+
+    @cached_property
+    def places(self) -> tuple[tuple[nn.Module, str, str], ...]:
+        """Where the module keeps its parameters: owner, attribute, name (one for tied ones)."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        every = list(self.module.named_parameters(remove_duplicate=False))
+        bound = {*self.shared.names, *self.personal.names}
+        return tuple(
+            (
+                self.module.get_submodule(name.rpartition(".")[0]),
+                name.rpartition(".")[2],
+                names[id(p)],
+            )
+            for name, p in every
+            if names[id(p)] in bound
+        )
+
+    def trained(self, part: Part) -> tuple[str, ...]:
+        shared = self.shared.names if part != "personal" else ()
+        personal = self.personal.names if part != "shared" else ()
+        return shared + personal
+
+    def call(
+        self,
+        named: dict[str, Tensor] | None,
+        x: Tree,
+        features: bool,
+        draws: KeyedRandomMode | None = None,
+    ) -> ModelOutputs:
+        """One model on samples [n, …]: with these parameters, or with those bound to it."""
+        if not features:
+            found = self.outputs(named, x, draws)
+            return ModelOutputs(found, first_leaf(found).new_empty(0))
+        with self._captured() as calls:
+            found = self.outputs(named, x, draws)
+        if len(calls) != 1 or calls[0] is None:
+            raise QuiverError(
+                f"the model's features are what its head {self.head!r} is given, but it calls the "
+                "head more than once or with more than one tensor: wrap the head in a module that "
+                "is called once, with the features."
+            )
+        return ModelOutputs(found, calls[0])
+
+    def outputs(
+        self, named: dict[str, Tensor] | None, x: Tree, draws: KeyedRandomMode | None = None
+    ) -> Tree:
+        """What the model returns, as a tree; its random numbers come from `draws`."""
+        arguments, keywords = (
+            ((x,), {}) if isinstance(x, Tensor) else call_arguments(x, self.inputs)
+        )
+        with draws or nullcontext():
+            if named is None:
+                outputs = self.module(*arguments, **keywords)
+            else:
+                outputs = functional_call(self.module, named, arguments, keywords)
+        return outputs if isinstance(outputs, Tensor) else to_plain_tree(outputs)
+
+    @contextmanager
+    def _captured(self) -> Iterator[list[Tensor | None]]:
+        """What the head is called with, for every call; None where that is not one tensor."""
+        if self.head is None:
+            raise QuiverError(
+                "this method needs the model's features, which are what its head is given: name "
+                "one submodule as personal, such as personal=('head',)."
+            )
+        calls: list[Tensor | None] = []
+
+        def note(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            one = len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor)
+            calls.append(arguments[0] if one else None)
+
+        hook = self.module.get_submodule(self.head).register_forward_pre_hook(
+            note, with_kwargs=True
+        )
+        try:
+            yield calls
+        finally:
+            hook.remove()
+
+
+class ProgramPool:
+    """Copies of a program, each on a module of its own."""
+
+    def __init__(self, template: Program) -> None:
+        self._template = template
+        self._programs: dict[tuple[int, int], Program] = {}
+
+    def take(self, slot: int = 0) -> Program:
+        """The worker's own, as a module can be bound to one model at a time."""
+        key = (WORKER.index, slot)
+        if key not in self._programs:
+            # Of one that nobody computes on: a copy made meanwhile would be of a model in use.
+            self._programs[key] = self._template.another()
+        return self._programs[key]
+
+
+class Executor(Protocol):
+    """How the clients of a chunk are computed together: how many to train, how many to evaluate."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def evaluated(self) -> int: ...
+    @property
+    def image_format(self) -> torch.memory_format: ...
+    def see(self, program: Program, point: Params, x: Tree, features: bool = False) -> ModelOutputs:
+        """What k stacked models make of inputs [k, n, …], in use; nothing is differentiated."""
+
+    def bind(
+        self,
+        program: Program,
+        point: Params,
+        part: Part,
+        losses: Losses | None = None,
+        features: bool = False,
+        training: bool = True,
+    ) -> Gradient:
+        """The gradient of one part at these stacked parameters, which may change in place.
+
+        Of the model in training, where dropout is at work, or as it is in use.
+        """
+
+
+@dataclass(frozen=True)
+class Vectorized:
+    """All clients of a chunk at once."""
+
+    name: str = "vectorized"
+    chunk: int = 25
+    evaluated: int = 100
+    image_format: torch.memory_format = torch.contiguous_format
+    compiled: Stacked | None = None
+    """Computes the models of a gradient in place of `stacked`."""
+
+    def see(self, program: Program, point: Params, x: Tree, features: bool = False) -> ModelOutputs:
+        program.module.eval()
+        with torch.no_grad():
+            return call_stacked(program, program.named(point), x, features)
+
+    def bind(
+        self,
+        program: Program,
+        point: Params,
+        part: Part,
+        losses: Losses | None = None,
+        features: bool = False,
+        training: bool = True,
+    ) -> Gradient:
+        named = program.named(point)
+        trained = program.trained(part)
+        losses = losses or make_losses(program.loss)
+        program.module.train(training)
+
+        def gradient(batch: Batch) -> Tensor:
+            k = batch.clients
+            leaves = [named[name][:k].detach().requires_grad_() for name in trained]
+            parameters = {name: tensor[:k] for name, tensor in named.items()}
+            parameters.update(zip(trained, leaves, strict=True))
+            run_models = self.compiled or call_stacked
+            seen = run_models(program, parameters, batch.inputs, features, batch.keys)
+            loss = _total(losses(seen, batch.targets, k), batch.weights)
+            return _flat_gradient(loss, leaves, k)
+
+        return gradient
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """One client after the other on one module whose parameters are views of the client's row."""
+
+    name: str = "sequential"
+    chunk: int = 1
+    evaluated: int = 1
+    image_format: torch.memory_format = torch.channels_last
+
+    def see(self, program: Program, point: Params, x: Tree, features: bool = False) -> ModelOutputs:
+        program.module.eval()
+        _bind(program, program.named(Params(*(align_rows(part)[0] for part in point))), ())
+        with torch.no_grad():
+            return _one(program.call(None, tree_map(self._first, x), features))
+
+    def bind(
+        self,
+        program: Program,
+        point: Params,
+        part: Part,
+        losses: Losses | None = None,
+        features: bool = False,
+        training: bool = True,
+    ) -> Gradient:
+        named = program.named(Params(*(part[0] for part in point)))
+        leaves = _bind(program, named, program.trained(part))
+        losses = losses or make_losses(program.loss)
+        program.module.train(training)
+
+        def gradient(batch: Batch) -> Tensor:
+            draws = None if batch.keys is None else KeyedRandomMode(batch.keys[0])
+            inputs = tree_map(self._first, batch.inputs)
+            seen = _one(program.call(None, inputs, features, draws))
+            loss = _total(losses(seen, batch.targets, 1), batch.weights)
+            return _flat_gradient(loss, leaves, 1)
+
+        return gradient
+
+    def _first(self, x: Tensor) -> Tensor:
+        """The one client's, in the layout that is fastest for its layers."""
+        one = x[0]
+        return one.contiguous(memory_format=self.image_format) if one.ndim == 4 else one
+
+
+def align_rows(part: Tensor) -> Tensor:
+    """Rows that begin at a cache line; copied if they do not.
+
+    Products depend in their last bits on where a matrix lies: a client's must not depend on which
+    row of a shard it is.
+    """
+    return part if part.data_ptr() % CACHE_LINE == 0 else part.clone()
+
+
+def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
+    """`auto`: together, unless the model is convolutional and computed on a CPU."""
+    if name == "auto":
+        name = "sequential" if is_convolutional(task) and device.type == "cpu" else "vectorized"
+    if name == "vectorized":
+        return Vectorized()
+    # Convolutions are faster with channels last; PyTorch's GroupNorm is three times slower there.
+    normed = any(isinstance(module, nn.GroupNorm) for module in task.skeleton.modules())
+    return Sequential(image_format=torch.contiguous_format if normed else torch.channels_last)
+
+
+def is_convolutional(task: Task) -> bool:
+    return any(isinstance(m, nn.modules.conv._ConvNd) for m in task.skeleton.modules())
+
+
+def make_losses(loss: PerSample) -> Losses:
+    """The task's loss on all clients' samples at once."""
+
+    def losses(seen: ModelOutputs, y: Tree, k: int) -> Tensor:
+        first: Tensor = y if isinstance(y, Tensor) else first_leaf(y)
+        numbers = loss(flatten_clients(seen.outputs), flatten_clients(y))
+        return numbers.view(first.shape[:2])
+
+    return losses
+
+
+def flatten_clients(tree: Tree) -> Tree:
+    """All clients' samples in a row: [k, n, …] → [k·n, …]."""
+    if isinstance(tree, Tensor):
+        return tree.flatten(0, 1)
+    return tree_map(lambda leaf: leaf.flatten(0, 1), tree)
+
+
+def call_stacked(
+    program: Program,
+    named: dict[str, Tensor],
+    x: Tree,
+    features: bool,
+    keys: Tensor | None = None,
+) -> ModelOutputs:
+    """What k models with stacked parameters make of inputs [k, n, …], all at once."""
+
+    def call(named: dict[str, Tensor], x: Tree, key: Tensor | None) -> Any:
+        draws = None if key is None else KeyedRandomMode(key)
+        if features:
+            return program.call(named, x, features, draws)
+        return program.outputs(named, x, draws)
+
+    with disable_fused_kernels():
+        found = torch.vmap(call, in_dims=(0, 0, None if keys is None else 0))(named, x, keys)
+    return found if features else ModelOutputs(found, _no_features(found))
+
+
+def compile_stacked() -> Stacked:
+    """`stacked` by torch.compile, for models that draw nothing and whose features nobody sees."""
+    found: dict[Program, Callable[..., Tree]] = {}
+
+    def call(
+        program: Program, named: dict[str, Tensor], x: Tree, features: bool, keys: Tensor | None
+    ) -> ModelOutputs:
+        if features or keys is not None:
+            return call_stacked(program, named, x, features, keys)
+        if program not in found:
+            found[program] = torch.compile(torch.vmap(program.outputs))
+        with disable_fused_kernels():
+            outputs = found[program](named, x)
+        return ModelOutputs(outputs, _no_features(outputs))
+
+    return call
+
+
+@contextmanager
+def disable_fused_kernels() -> Iterator[None]:
+    """Without torch's fused transformer layer and attention for CPUs: vmap has no rule for them."""
+    layers, attention = torch.backends.mha, cast(Any, torch.backends.cuda)
+    before = layers.get_fastpath_enabled(), attention.flash_sdp_enabled()
+    layers.set_fastpath_enabled(False)
+    attention.enable_flash_sdp(False)
+    try:
+        yield
+    finally:
+        layers.set_fastpath_enabled(before[0])
+        attention.enable_flash_sdp(before[1])
+
+
+def _no_features(outputs: Tree) -> Tensor:
+    """Empty features [k, 0], so that vmapped functions always get a tensor."""
+    first: Tensor = outputs if isinstance(outputs, Tensor) else first_leaf(outputs)
+    return first.new_empty((len(first), 0))
+
+
+def _one(seen: ModelOutputs) -> ModelOutputs:
+    return ModelOutputs(*(tree_map(lambda leaf: leaf.unsqueeze(0), part) for part in seen))
+
+
+def _total(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum over clients of the mean over samples: its gradient is each client's own."""
+    if weights is None:
+        return losses.mean(dim=1).sum()
+    return ((losses * weights).sum(dim=1) / weights.sum(dim=1)).sum()
+
+
+def _flat_gradient(loss: Tensor, leaves: list[Tensor], k: int) -> Tensor:
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return torch.cat([gradient.reshape(k, -1) for gradient in gradients], dim=1)
+
+
+def _bind(program: Program, named: dict[str, Tensor], trained: tuple[str, ...]) -> list[Tensor]:
+    """Make the module's parameters views of these tensors; the trained ones want a gradient.
+
+    `.data`, since views of one tensor share its count of changes: another client's row that is
+    written meanwhile would look to autograd like a change of this one's.
+    """
+    wanted = set(trained)
+    bound = {n: nn.Parameter(tensor.data, requires_grad=n in wanted) for n, tensor in named.items()}
+    for owner, leaf, name in program.places:
+        owner._parameters[leaf] = bound[name]
+    return [bound[name] for name in trained]

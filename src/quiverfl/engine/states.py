@@ -1,0 +1,218 @@
+"""The states of a shard's clients, stacked on axis 0: how they start, and how rows are changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quiverfl.engine.local.context import PhaseContext
+from quiverfl.engine.local.step import Buffers
+from quiverfl.engine.local.vmap import select_rows, vmap_clients
+from quiverfl.engine.settings import RunSettings
+from quiverfl.errors import Diverged, QuiverError
+from quiverfl.methods.contract import Message, Method, Start
+from quiverfl.methods.state import field_roles, replicated_fields
+from quiverfl.seeds import stream
+from quiverfl.support.environment import use_large_pages
+from quiverfl.task import Params, Task
+from quiverfl.types import Flags, Integers
+
+
+def initial_states(
+    task: Task,
+    method: Method,
+    context: PhaseContext,
+    ids: Integers,
+    settings: RunSettings,
+    home: torch.device,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Any:
+    """A NamedTuple of stacked tensors at `home`: every client's `init`.
+
+    `shapes` are those of a sample's features and outputs.
+    """
+    agreed = task.initial_params(settings.seed)
+    stacked: list[Tensor] = []
+    kind: Any = None
+    for row, client in enumerate(ids):
+        own = (
+            agreed if settings.common_init else task.initial_params(settings.seed, 1 + int(client))
+        )
+        point, common = (
+            Params(*(part.to(context.device, settings.dtype) for part in at))
+            for at in (own, agreed)
+        )
+        random = stream(settings.seed, "start", int(client))
+        samples = int(context.examples.sizes[row])
+        start = Start(point, common, samples, random, *shapes)
+        state = make_state(method, task, start)
+        if kind is None:
+            kind = type(state)
+            check_state(method, task, state)
+            stacked = [_room(leaf, len(ids), context.device, home) for leaf in state]
+        if not settings.common_init and replicated_fields(kind):
+            random = stream(settings.seed, "start", int(client))
+            agreed_start = replace(start, params=common, random=random)
+            _check_copies(method, state, make_state(method, task, agreed_start))
+        for leaf, value in zip(stacked, state, strict=True):
+            leaf[row] = value
+    for name in replicated_fields(kind) if kind is not None else ():
+        copies = stacked[kind._fields.index(name)]
+        if not torch.equal(copies, copies[:1].expand_as(copies)):
+            raise _copies_differ(method, name)
+    return kind(*stacked)
+
+
+def _room(leaf: Tensor, clients: int, device: torch.device, home: torch.device) -> Tensor:
+    """For a leaf of all clients; pinned where a GPU fetches it from the host's memory."""
+    pinned = device.type == "cuda" and home.type == "cpu"
+    shape = (clients, *leaf.shape)
+    return use_large_pages(leaf.new_empty(shape, device=home, pin_memory=pinned))
+
+
+def make_state(method: Method, task: Task, start: Start) -> Any:
+    """The method's `init`, which must leave its arguments as they are: other clients share them."""
+    given = (*start.params, *start.common_params)
+    before = [part._version for part in given]
+    state = method.init(task, start)
+    if [part._version for part in given] != before:
+        raise QuiverError(
+            f"{method.title}: init changes start.params or start.common_params in place, which "
+            "other clients start from too. Return new tensors: a + b in place of a.add_(b)."
+        )
+    return state
+
+
+def _check_copies(method: Method, own: Any, from_common: Any) -> None:
+    for name in replicated_fields(type(own)):
+        if not torch.equal(getattr(own, name), getattr(from_common, name)):
+            raise _copies_differ(method, name)
+
+
+def _copies_differ(method: Method, name: str) -> QuiverError:
+    return QuiverError(
+        f"{method.title}: the state's field {name!r} is declared Replicated, but init gives it "
+        "different values at different clients: start it from start.common_params, which is the "
+        "same for all of them also where run.common_init = false, and not from start.params, "
+        "start.samples or start.random."
+    )
+
+
+def check_state(method: Method, task: Task, state: Any) -> None:
+    """Refuse a state that engine, checkpoints and peers could not carry."""
+    if not isinstance(state, tuple) or not hasattr(state, "_fields"):
+        raise QuiverError(
+            f"{method.title}: init returned a {type(state).__name__}; a state is a NamedTuple of "
+            "tensors (docs/how-to/own-method.md)."
+        )
+    wanted = {"shared": (task.shared_layout.size,), "personal": (task.personal_layout.size,)}
+    for name, role in field_roles(type(state)).items():
+        leaf = getattr(state, name)
+        if not isinstance(leaf, Tensor):
+            raise QuiverError(
+                f"{method.title}: the state's field {name!r} is a {type(leaf).__name__}; every "
+                "field is a tensor, a number torch.tensor(…)."
+            )
+        if not leaf.is_floating_point():
+            raise QuiverError(
+                f"{method.title}: the state's field {name!r} has type {leaf.dtype}; weighted sums "
+                "need floating-point numbers, such as torch.tensor(3.0)."
+            )
+        shape = wanted.get(role, () if role == "scalar" else tuple(leaf.shape))
+        if tuple(leaf.shape) != shape:
+            raise QuiverError(
+                f"{method.title}: the state's field {name!r} is declared {role.capitalize()}, "
+                f"which has shape {shape}, but init made it {tuple(leaf.shape)}. Declare it as a "
+                "plain Tensor if it has a shape of its own."
+            )
+    if method.mass is not None and field_roles(type(state)).get(method.mass) != "scalar":
+        raise QuiverError(
+            f"{method.title} declares mass = {method.mass!r}, but its state has no Scalar field "
+            f"of that name; it has: {', '.join(state._fields)}."
+        )
+
+
+def take_rows(state: Any, rows: Integers) -> Any:
+    """The states of some rows; a view where they lie together."""
+    index = _index(rows)
+    return type(state)(*(leaf[index] for leaf in state))
+
+
+def write_rows(state: Any, rows: Integers, new: Any) -> None:
+    """Put new states in place of some rows."""
+    index = _index(rows)
+    for leaf, value in zip(state, new, strict=True):
+        value = value.to(leaf.device)
+        if not isinstance(index, slice) or value.data_ptr() != leaf[index].data_ptr():
+            leaf[index] = value
+
+
+def to_device(stacked: Any, device: torch.device) -> Any:
+    """States or models on the device that computes; themselves where they are there already."""
+    return type(stacked)(*(leaf.to(device, non_blocking=True) for leaf in stacked))
+
+
+def merge_states(
+    state: Any, mixed: Message, merge: Callable[..., Any], away: Flags | None, width: int
+) -> None:
+    """Merge in place what arrived, `width` rows at a time: no second copy of all states is made.
+
+    Server state of clients that are away stays as it is.
+    """
+    clients = len(next(iter(state)))
+    for begin in range(0, clients, width):
+        rows = np.arange(begin, min(begin + width, clients))
+        arrived = {name: leaf[_index(rows)] for name, leaf in mixed.items()}
+        old = take_rows(state, rows)
+        merged = vmap_clients(merge)(old, arrived)
+        if away is not None and away[rows].any():
+            fields = replicated_fields(type(old))
+            pairs = {name: (getattr(old, name), getattr(merged, name)) for name in fields}
+            stays = {name: select_rows(away[rows], *pair) for name, pair in pairs.items()}
+            merged = merged._replace(**stays)
+        write_rows(state, rows, merged)
+
+
+def check_finite(state: Any, clients: Integers, round: int) -> None:
+    """End a run in which a trained state is not finite."""
+    for leaf in state:
+        sums = leaf.reshape(len(clients), -1).sum(dim=1)
+        bad = torch.nonzero(~torch.isfinite(sums))
+        if len(bad):
+            raise Diverged(round, int(clients[int(bad[0])]), "the trained state")
+
+
+class PhaseBuffers(dict[int, Buffers]):
+    """What the optimizers of some phases keep between rounds, by the number of the phase."""
+
+    def __init__(self, clients: int, device: torch.device, home: torch.device) -> None:
+        super().__init__()
+        self._clients, self._device, self._home = clients, device, home
+
+    def take(self, number: int, rows: Integers) -> Buffers | None:
+        """The buffers of some rows; None if the phase has not begun."""
+        if number not in self:
+            return None
+        index = torch.from_numpy(rows)
+        return {name: leaf[index].to(self._device) for name, leaf in self[number].items()}
+
+    def write(self, number: int, rows: Integers, buffers: Buffers) -> None:
+        """Keep the buffers of some rows. They are all zero before a client's first step."""
+        whole = self.setdefault(number, {})
+        for name, leaf in buffers.items():
+            if name not in whole:
+                shape = (self._clients, *leaf.shape[1:])
+                whole[name] = leaf.new_zeros(shape, device=self._home)
+            whole[name][torch.from_numpy(rows)] = leaf.to(self._home)
+
+
+def _index(rows: Integers) -> slice | Tensor:
+    """A slice where rows lie together (a view), a tensor of places where not (a copy)."""
+    if len(rows) and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows)

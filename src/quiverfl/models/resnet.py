@@ -1,0 +1,145 @@
+"""Residual networks for small images, with GroupNorm in place of BatchNorm.
+
+He et al. 2016, the stem for 32×32: one 3×3 convolution of stride 1 and no max-pool. BatchNorm
+keeps running statistics, which belong to no client's parameters; GroupNorm (Wu & He 2018) is a
+pure function of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from quiverfl.errors import QuiverError
+from quiverfl.options import python_number
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions around a shortcut; the first one carries the stride."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(groups, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False),
+                nn.GroupNorm(groups, outputs),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = relu(self.norm1(self.conv1(x)))
+        return relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
+
+
+class ResNetGN(nn.Module):
+    """Stem, stages of `blocks` blocks that halve the image from the second on, mean, classifier."""
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        classes: int,
+        widths: Sequence[int],
+        blocks: int,
+        groups: int,
+    ) -> None:
+        super().__init__()
+        if len(input_shape) != 3:
+            raise QuiverError(
+                f"a residual network needs images [channels, height, width], not inputs of shape "
+                f"{list(input_shape)}: use mlp, or reshape the data."
+            )
+        if any(width % groups for width in widths):
+            raise QuiverError(
+                f"model.groups = {groups} does not divide the channels {tuple(widths)}."
+            )
+        stem = nn.Conv2d(input_shape[0], widths[0], 3, padding=1, bias=False)
+        layers: list[nn.Module] = [stem, nn.GroupNorm(groups, widths[0]), nn.ReLU()]
+        inputs = widths[0]
+        for stage, outputs in enumerate(widths):
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(Block(inputs, outputs, stride, groups))
+                inputs = outputs
+        self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+def resnet8_gn(input_shape: tuple[int, ...], classes: int, groups: int = 8) -> nn.Module:
+    """Three stages of one block, 16/32/64 channels."""
+    return ResNetGN(input_shape, classes, (16, 32, 64), 1, groups)
+
+
+def resnet18_gn(input_shape: tuple[int, ...], classes: int, groups: int = 32) -> nn.Module:
+    """The paper's model: four stages of two blocks, 64 to 512 channels, 32 groups.
+
+    11,168,832 parameters in the body and 513 per class in the head.
+    """
+    return ResNetGN(input_shape, classes, (64, 128, 256, 512), 2, groups)
+
+
+# BatchNorm → GroupNorm in one call.
+#
+# BatchNorm's output for a sample depends on the others in its batch, and on statistics that are
+# neither trained nor sent: a client's model would not be a function of its parameters. GroupNorm
+# (Wu & He 2018) normalises every sample by itself.
+
+
+GROUPS = 32
+"""Wu and He's number of groups."""
+
+
+def group_norm(model: nn.Module, groups: int = GROUPS) -> nn.Module:
+    """The same model with every BatchNorm replaced by a GroupNorm of the same weights.
+
+    It has at most this many groups, of at least two channels each; BatchNorm1d, whose inputs may be
+    vectors without further dimensions, becomes one group. Running statistics are left out: a
+    pre-trained model needs some training to recover without them.
+    """
+    if not isinstance(model, nn.Module):
+        raise QuiverError(f"group_norm: a {type(model).__name__} is not an nn.Module.")
+    groups = python_number(groups)
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise QuiverError(
+            f"group_norm: groups = {groups!r}: it must be a whole number, at least 1."
+        )
+    made: dict[nn.Module, nn.Module] = {}  # a layer used in two places stays one
+    if isinstance(model, nn.modules.batchnorm._BatchNorm):
+        return _replace_norm(model, groups)
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                if child not in made:
+                    made[child] = _replace_norm(child, groups)
+                module._modules[name] = made[child]
+    return model
+
+
+def _replace_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
+    if isinstance(norm, nn.modules.lazy.LazyModuleMixin):
+        raise QuiverError(
+            f"group_norm: a {type(norm).__name__} does not know its channels yet; run the model on "
+            "a batch first, or give num_features."
+        )
+    channels = norm.num_features
+    most = 1 if isinstance(norm, nn.BatchNorm1d) else min(groups, max(1, channels // 2))
+    chosen = next(count for count in range(most, 0, -1) if channels % count == 0)
+    made = nn.GroupNorm(chosen, channels, norm.eps, norm.affine)
+    made.train(norm.training)
+    if norm.affine:
+        made.to(device=norm.weight.device, dtype=norm.weight.dtype)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                parameter.copy_(getattr(norm, name))
+                parameter.requires_grad_(getattr(norm, name).requires_grad)
+    return made

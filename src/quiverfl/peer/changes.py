@@ -1,0 +1,202 @@
+"""What members decide together: evictions, and changes of a run under way.
+
+A member signs what it wants, and peers pass signed statements on with every greeting, so that an
+absent member learns of them. A majority of the others evicts a store; a change of the run needs
+everybody. One member alone, or a forger, changes nothing in the records of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer.accounts.signing import check_statement, sign_statement
+from quiverfl.peer.accounts.store import Store
+from quiverfl.peer.link.identity import Identity, Roster
+from quiverfl.peer.link.wire import Amendment, Eviction, EvictionNotice, Statement, Terms, encode
+
+if TYPE_CHECKING:
+    from quiverfl.peer.context import PeerContext
+    from quiverfl.peer.link.neighbours import Neighbours
+
+MAX_STATEMENTS = 64
+"""The most statements of one member that a log accepts."""
+
+Rule = Callable[[Any, set[str], set[str]], bool]
+"""(decision, who has signed it, members) → whether it holds."""
+
+
+def majority_of_others(eviction: Eviction, signers: set[str], members: set[str]) -> bool:
+    """More than half of the members apart from the one that is evicted."""
+    return len(signers & (members - {eviction.about})) > (len(members) - 1) // 2
+
+
+def unanimity(terms: Terms, signers: set[str], members: set[str]) -> bool:
+    return members <= signers
+
+
+class SignedLog(Generic[Statement]):
+    """All statements of one kind that this peer knows, its own included."""
+
+    def __init__(
+        self, kind: type[Statement], rule: Rule, agreement: str, bodies: Iterable[str] = ()
+    ) -> None:
+        self.kind: type[Statement] = kind
+        self._rule, self._agreement = rule, agreement
+        self._statements: list[Statement] = [kind.model_validate_json(body) for body in bodies]
+
+    @property
+    def hash(self) -> str:
+        """A hash that two peers share if they know the same statements; empty without any."""
+        if not self._statements:
+            return ""
+        contents = sorted(statement.content for statement in self._statements)
+        return hashlib.sha256("\n".join(contents).encode()).hexdigest()
+
+    def statements(self) -> list[Statement]:
+        """All of them, in the order in which they came."""
+        return list(self._statements)
+
+    def add(self, statement: Statement, roster: Roster) -> str:
+        """Accept a statement that its author has signed. Returns its text if it is news."""
+        known = [s.content for s in self._statements if s.by == statement.by]
+        if statement.content in known or len(known) >= MAX_STATEMENTS:
+            return ""
+        if not check_statement(roster, self._agreement, statement):
+            return ""
+        self._statements.append(statement)
+        return encode(statement).decode()
+
+    def votes(self) -> dict[Any, set[str]]:
+        """Every decision that somebody has signed, in order, and its signers."""
+        votes: dict[Any, set[str]] = {}
+        for statement in self._statements:
+            for decision in statement.decisions:
+                votes.setdefault(decision, set()).add(statement.by)
+        return {decision: votes[decision] for decision in sorted(votes)}
+
+    def decided(self, members: Iterable[str]) -> list[Any]:
+        """The decisions that hold by the rule of this log."""
+        present = set(members)
+        return [d for d, signers in self.votes().items() if self._rule(d, signers, present)]
+
+
+def open_eviction_log(agreement: str, bodies: Iterable[str] = ()) -> SignedLog[EvictionNotice]:
+    return SignedLog(EvictionNotice, majority_of_others, agreement, bodies)
+
+
+def open_amendment_log(agreement: str, bodies: Iterable[str] = ()) -> SignedLog[Amendment]:
+    return SignedLog(Amendment, unanimity, agreement, bodies)
+
+
+def check_terms(terms: Terms, round: int, begun: bool, rounds: int) -> None:
+    """Refuse terms that come too late. `begun`: this peer has trained in the round and pushed."""
+    if terms.rounds is None and terms.lr is None:
+        raise QuiverError("amend: nothing is to change; give --rounds or --lr.")
+    if terms.since < round + begun:
+        raise QuiverError(
+            f"amend: round {terms.since} has begun here (it is {round} now): let the change "
+            f"begin later, so that all can agree before, such as --since {round + 10}."
+        )
+    if terms.rounds is not None and terms.rounds < terms.since:
+        raise QuiverError(f"amend: {terms.rounds} rounds would be over before round {terms.since}.")
+    if terms.since > rounds:
+        raise QuiverError(
+            f"amend: the run ends after {rounds} rounds; --since {rounds} is the latest that can "
+            "be agreed on."
+        )
+
+
+def amend_offline(
+    store_folder: Path, roster: Roster, identity: Identity, terms: Terms, rounds: int
+) -> None:
+    """Sign a change in the store of a peer that is not running."""
+    store = Store.open(store_folder)
+    try:
+        accounts, agreement = store.accounts(), store.meta("agreement")
+        agreed_rounds = [t.rounds for t in store.terms() if t.rounds is not None]
+        last = agreed_rounds[-1] if agreed_rounds else rounds
+        check_terms(terms, accounts.round, accounts.pushed, last)
+        log = open_amendment_log(agreement, store.statements(Amendment.table))
+        amendment = Amendment(by=accounts.name, terms=terms)
+        if body := log.add(sign_statement(identity, agreement, amendment), roster):
+            store.add_statement(Amendment.table, body)
+    finally:
+        store.close()
+
+
+class RunChanges:
+    """The run as run.toml begins it, and the changes that every member has signed since."""
+
+    def __init__(self, ctx: PeerContext, rounds: int, neighbours: Neighbours) -> None:
+        self._ctx, self._first_rounds, self._neighbours = ctx, rounds, neighbours
+        self._terms = ctx.store.terms()
+        self._expired: set[Terms] = set()
+
+    def rounds(self, round: int) -> int:
+        """The number of rounds in all, as of this one."""
+        changes = [t.rounds for t in self._terms if t.since <= round and t.rounds is not None]
+        return changes[-1] if changes else self._first_rounds
+
+    def rate(self, round: int) -> float | None:
+        """The learning rate as of this round; None if it never changed."""
+        changes = [t.lr for t in self._terms if t.since <= round and t.lr is not None]
+        return changes[-1] if changes else None
+
+    def _missing(self) -> dict[Terms, set[str]]:
+        """All proposed terms in order, and the members that have not signed them."""
+        members = self._members()
+        votes = self._neighbours.amendments.votes()
+        return {terms: members - signers for terms, signers in votes.items()}
+
+    def _members(self) -> set[str]:
+        return self._neighbours.staying() | {self._ctx.name}
+
+    def awaited(self, round: int) -> set[str]:
+        """Members that have not signed yet what this peer has signed for this round or before."""
+        return {
+            peer
+            for terms, missing in self._missing().items()
+            if terms.since <= round and self._ctx.name not in missing
+            if terms not in self._expired
+            for peer in missing
+        }
+
+    def stop_waiting(self, round: int) -> None:
+        """Go on without the missing signatures. Should they come, the change holds from then on."""
+        for terms, missing in self._missing().items():
+            if missing and terms.since <= round and terms not in self._expired:
+                self._expired.add(terms)
+                lacking = sorted(missing)
+                self._ctx.log.alarm("not agreed in time", terms=str(terms), lacking=lacking)
+
+    async def apply_decided(self, round: int) -> None:
+        """Save what everybody has signed by now. It stays decided, whoever comes or goes."""
+        decided = self._neighbours.amendments.decided(self._members())
+        news = [terms for terms in decided if terms not in self._terms]
+        if not news:
+            return
+        self._terms = sorted([*self._terms, *news])
+        await asyncio.to_thread(self._ctx.store.save_terms, self._terms)
+        for terms in news:
+            late = {"late": round - terms.since} if terms.since < round else {}
+            self._ctx.log("agreed", terms=str(terms), **late)
+
+    async def propose(self, terms: Terms, round: int, begun: bool = True) -> None:
+        """Sign these terms for this member, unless they come too late."""
+        check_terms(terms, round, begun, self.rounds(round))
+        await self._neighbours.sign(
+            self._neighbours.amendments, Amendment(by=self._ctx.name, terms=terms)
+        )
+
+    def describe(self) -> list[str]:
+        """Say for `status` what was changed, and whose signatures are missing for what."""
+        lines = [f"{terms} (agreed)" for terms in self._terms]
+        for terms, missing in self._missing().items():
+            if missing and terms not in self._terms:
+                lines.append(f"{terms} (not yet by {', '.join(sorted(missing))})")
+        return lines

@@ -1,0 +1,434 @@
+"""Who is who: the roster of a run, a small certificate authority, and one P-256 key per peer.
+
+A peer is the name in its certificate's subject alternative name. The run's authority has signed the
+certificate, and the roster lists the fingerprint of its key. All three must agree; there is no way
+around them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.peer.accounts.disk import write_durably
+from quiverfl.peer.link.wire import PEER_NAME, Hash, Name
+from quiverfl.support.output_folders import refuse_foreign
+
+AUTHORITY_CERTIFICATE, AUTHORITY_KEY = "ca.pem", "ca.key"
+CERTIFICATE, KEY = "cert.pem", "key.pem"
+SLACK = datetime.timedelta(days=1)
+"""Certificates are valid from a day ago, so that a clock that is hours off does no harm."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """PEM texts of one peer: the authority's certificate, its own, and its key."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+    @classmethod
+    def read(cls, folder: Path) -> Identity:
+        parts = []
+        for name in (AUTHORITY_CERTIFICATE, CERTIFICATE, KEY):
+            try:
+                parts.append((folder / name).read_bytes())
+            except OSError as problem:
+                raise QuiverError(
+                    f"cannot read {folder / name}: {problem.strerror}. Make keys with "
+                    "quiver peer certs init or quiver peer certs issue."
+                ) from problem
+        if (folder / KEY).stat().st_mode & 0o077:
+            raise QuiverError(
+                f"{folder / KEY} can be read by others: a private key must be private. "
+                f"Run: chmod 600 {folder / KEY}"
+            )
+        return cls(*parts)
+
+    @cached_property
+    def _private_key(self) -> ec.EllipticCurvePrivateKey:
+        try:
+            key = serialization.load_pem_private_key(self.key, password=None)
+        except (ValueError, TypeError) as problem:
+            raise QuiverError(f"{KEY} is not a private key: {problem}") from problem
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise QuiverError(f"{KEY} is not a P-256 key: make one with quiver peer certs.")
+        return key
+
+    def sign(self, text: bytes) -> str:
+        return self._private_key.sign(text, ec.ECDSA(hashes.SHA256())).hex()
+
+    @cached_property
+    def point(self) -> str:
+        """The public key as a compressed point."""
+        return (
+            self._private_key.public_key()
+            .public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
+            .hex()
+        )
+
+    def check_pair(self) -> None:
+        if _encode_public_key(self._private_key.public_key()) != _encode_public_key(
+            parse_certificate(self.certificate).public_key()
+        ):
+            raise QuiverError(
+                f"{KEY} does not belong to {CERTIFICATE}: copy both from the same folder of the "
+                "authority."
+            )
+
+    def seconds_left(self, now: datetime.datetime | None = None) -> float:
+        """The seconds until the certificate expires."""
+        now = now or datetime.datetime.now(datetime.UTC)
+        return (parse_certificate(self.certificate).not_valid_after_utc - now).total_seconds()
+
+    def check(self, name: str, now: datetime.datetime | None = None) -> None:
+        """Refuse to start with a certificate that the others would refuse anyway."""
+        certificate = parse_certificate(self.certificate)
+        now = now or datetime.datetime.now(datetime.UTC)
+        self.check_pair()
+        if list_names(certificate) != [name]:
+            raise QuiverError(
+                f"the certificate is for {list_names(certificate)}, this peer is {name!r}: "
+                f"issue one with quiver peer certs issue {name}."
+            )
+        if now > certificate.not_valid_after_utc:
+            raise QuiverError(
+                f"the certificate of {name!r} expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+                f" (it is {now:%Y-%m-%d %H:%M} here): renew it, quiver peer certs rotate {name}."
+            )
+        if now < certificate.not_valid_before_utc:
+            raise QuiverError(
+                f"the certificate of {name!r} is valid from {certificate.not_valid_before_utc}, "
+                f"and it is {now} here: set this machine's clock."
+            )
+        try:
+            certificate.verify_directly_issued_by(parse_certificate(self.authority))
+        except (InvalidSignature, ValueError, TypeError) as problem:
+            raise QuiverError(
+                f"the certificate of {name!r} was not issued by this run's authority "
+                f"({AUTHORITY_CERTIFICATE})."
+            ) from problem
+
+
+class LiveIdentity:
+    """A peer's identity, read again when its files change, or later if they cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stamps = self._read_stamps()
+        self._current = Identity.read(folder)
+        self._problem = ""
+
+    def refresh(self) -> Identity:
+        try:
+            stamps = self._read_stamps()
+            if stamps != self._stamps:
+                fresh = Identity.read(self.folder)
+                fresh.check_pair()
+                self._current, self._stamps = fresh, stamps
+            self._problem = ""
+        except (OSError, QuiverError) as problem:  # half replaced, or the machine is short of files
+            self._problem = log_once(f"the keys are not read again: {problem}", self._problem)
+        return self._current
+
+    def _read_stamps(self) -> list[int]:
+        names = (AUTHORITY_CERTIFICATE, CERTIFICATE, KEY)
+        return [(self.folder / name).stat().st_mtime_ns for name in names]
+
+
+def log_once(problem: str, before: str) -> str:
+    """Log what keeps a file from being read again, but only the first time."""
+    if problem != before:
+        logging.getLogger("quiverfl.peer").error(problem)
+    return problem
+
+
+def parse_certificate(pem: bytes) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except ValueError as problem:
+        raise QuiverError(f"not a certificate: {problem}.") from problem
+
+
+def list_names(certificate: x509.Certificate) -> list[str]:
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return []
+    return extension.value.get_values_for_type(x509.DNSName)
+
+
+def fingerprint(certificate: x509.Certificate) -> str:
+    """Hash a public key; the hash stays when a certificate is renewed with the same key."""
+    spki = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(spki).hexdigest()
+
+
+def verify_signature(certificate: x509.Certificate, signature: str, text: bytes) -> bool:
+    """Whether a text is signed with the key of a certificate."""
+    key = certificate.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        return False
+    try:
+        key.verify(bytes.fromhex(signature), text, ec.ECDSA(hashes.SHA256()))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def create_authority(folder: Path, run: str, days: int = 3650) -> None:
+    """Make the run's own certificate authority; its key stays with whoever admits peers."""
+    if (folder / AUTHORITY_KEY).exists():
+        raise QuiverError(f"{folder / AUTHORITY_KEY} exists: an authority is not overwritten.")
+    refuse_foreign(folder, lambda _: False, "choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"quiver {run}"[:64])])
+    certificate = (
+        _build_certificate(subject, subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(authority=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    write_durably(folder / AUTHORITY_KEY, _key_to_pem(key))
+    write_durably(folder / AUTHORITY_CERTIFICATE, _certificate_to_pem(certificate), 0o644)
+
+
+def issue_certificate(authority: Path, name: str, folder: Path, days: float = 365) -> str:
+    """Make a key and certificate for a peer in its folder. Returns the key's fingerprint."""
+    if not re.match(PEER_NAME, name):
+        raise QuiverError(
+            f"{name!r} cannot be a peer's name: lower-case letters, digits, dots and dashes only."
+        )
+    signer = _load_authority_key(authority)
+    issuer = parse_certificate((authority / AUTHORITY_CERTIFICATE).read_bytes())
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    certificate = (
+        _build_certificate(subject, issuer.subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(_key_usage(authority=False), critical=True)
+        .sign(signer, hashes.SHA256())
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_durably(folder / KEY, _key_to_pem(key))
+    write_durably(folder / CERTIFICATE, _certificate_to_pem(certificate), 0o644)
+    if folder.resolve() != authority.resolve():
+        write_durably(folder / AUTHORITY_CERTIFICATE, _certificate_to_pem(issuer), 0o644)
+    return fingerprint(certificate)
+
+
+def _load_authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(
+            (folder / AUTHORITY_KEY).read_bytes(), password=None
+        )
+    except (OSError, ValueError) as problem:
+        raise QuiverError(
+            f"cannot use {folder / AUTHORITY_KEY}: {problem}. Make an authority with "
+            "quiver peer certs init."
+        ) from problem
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key
+
+
+def _build_certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SLACK)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _key_usage(authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _certificate_to_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _encode_public_key(key: Any) -> bytes:
+    encoded: bytes = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return encoded
+
+
+# The members of a run: one file, the same for all of them.
+
+
+ROSTER = "roster.toml"
+DIALS_OUT = "dials-out:0"
+"""The address of a member that nobody can call. It calls the others and fetches its shares."""
+
+
+class _MemberEntry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Name
+    address: Annotated[str, Field(pattern=r"^[^\s]+:\d+$")]
+    keys: list[Hash]
+    former: list[Hash] = []
+
+
+class _RosterFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    run: Name
+    peer: list[_MemberEntry]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member; its position in the roster is its client number."""
+
+    name: str
+    address: str
+    keys: tuple[str, ...]
+    former: tuple[str, ...] = ()  # dropped keys: what they signed stays signed
+
+    @property
+    def dials_out(self) -> bool:
+        return self.address == DIALS_OUT
+
+
+@dataclass(frozen=True)
+class Roster:
+    run: str
+    members: tuple[Member, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Roster:
+        try:
+            content = _RosterFile.model_validate(tomllib.loads(path.read_text()))
+        except OSError as problem:
+            raise QuiverError(f"cannot read the roster {path}: {problem.strerror}.") from problem
+        except (tomllib.TOMLDecodeError, ValidationError) as problem:
+            raise QuiverError(f"the roster {path} cannot be understood: {problem}") from problem
+        members = tuple(
+            Member(m.name, m.address, tuple(m.keys), tuple(m.former)) for m in content.peer
+        )
+        names = [member.name for member in members]
+        for name in names:
+            if names.count(name) > 1:
+                raise QuiverError(f"the roster {path} lists {name!r} twice.")
+        return cls(content.run, members)
+
+    def write(self, path: Path) -> None:
+        lines = [f"run = {json.dumps(self.run)}"]
+        for member in self.members:
+            lines += ["", "[[peer]]", f"name = {json.dumps(member.name)}"]
+            lines.append(f"address = {json.dumps(member.address)}")
+            lines.append(f"keys = {json.dumps(list(member.keys))}")
+            if member.former:
+                lines.append(f"former = {json.dumps(list(member.former))}")
+        write_durably(path, ("\n".join(lines) + "\n").encode(), 0o644)
+
+    @property
+    def names(self) -> list[str]:
+        return [member.name for member in self.members]
+
+    def number(self, name: str) -> int:
+        """The client number."""
+        return self.names.index(self.member(name).name)
+
+    def member(self, name: str) -> Member:
+        for member in self.members:
+            if member.name == name:
+                return member
+        raise QuiverError(f"{name!r} is not in the roster; {suggest(name, self.names)}")
+
+    def with_key(self, name: str, key: str, keep_old: bool = True) -> Roster:
+        """Give a member a new key; the old one stays valid until it is dropped."""
+        old = self.member(name)
+        keys = (*(k for k in old.keys if keep_old and k != key), key)
+        former = (*old.former, *(k for k in old.keys if k not in keys))
+        changed = replace(old, keys=keys, former=former)
+        return replace(self, members=tuple(changed if m == old else m for m in self.members))
+
+    def without_keys(self, name: str) -> Roster:
+        """Admit a member no more; its number, its records and what it signed remain."""
+        old = self.member(name)
+        changed = replace(old, keys=(), former=(*old.former, *old.keys))
+        return replace(self, members=tuple(changed if m == old else m for m in self.members))
+
+    def identify(self, pem: bytes) -> str:
+        """Find the member that a certificate, already verified by the authority, belongs to."""
+        certificate = parse_certificate(pem)
+        names = list_names(certificate)
+        if len(names) != 1:
+            raise QuiverError(f"a certificate for {names}: it must name one peer.")
+        member = self.member(names[0])
+        if not member.keys:
+            raise QuiverError(f"{member.name!r} was revoked: the roster has no key for it.")
+        if fingerprint(certificate) not in member.keys:
+            raise QuiverError(f"the key of {member.name!r} is not the one in the roster.")
+        return member.name
+
+
+class LiveRoster:
+    """The roster file, read again when it changes: members and keys can be added in mid-run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = path.stat().st_mtime_ns
+        self.current = Roster.read(path)
+        self._problem = ""
+
+    def refresh(self) -> Roster:
+        """The members as of now; a file that cannot be read at the moment changes nothing."""
+        try:
+            stamp = self._path.stat().st_mtime_ns
+            if stamp != self._stamp:
+                self.current, self._stamp = Roster.read(self._path), stamp
+            self._problem = ""
+        except (OSError, QuiverError) as problem:
+            told = f"the roster is not read again: {problem}"
+            self._problem = log_once(told, self._problem)
+        return self.current

@@ -1,0 +1,484 @@
+"""The gRPC side of a peer: what it answers when it is called, and how its owner calls it.
+
+Every caller is identified by its certificate before anything it says is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import resource
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from quiverfl.errors import QuiverError
+from quiverfl.peer.accounts.ledger import UNIT, check_join
+from quiverfl.peer.changes import SignedLog
+from quiverfl.peer.context import PeerContext
+from quiverfl.peer.link.identity import LiveIdentity
+from quiverfl.peer.link.link import (
+    LARGEST_FRAME,
+    RestoredBackup,
+    ReverseStream,
+    greeting_text,
+    open_channel,
+)
+from quiverfl.peer.link.messages import Leaf
+from quiverfl.peer.link.receiver import AdmissionQueue
+from quiverfl.peer.link.wire import (
+    CHUNK,
+    SERVICE,
+    Greeting,
+    Hello,
+    Join,
+    Model,
+    Order,
+    Reply,
+    Vitals,
+    WireError,
+    decode,
+    decode_hello,
+    encode,
+    encode_statements,
+    make_frame,
+    model_text,
+)
+from quiverfl.types import AnyArray
+
+if TYPE_CHECKING:
+    from quiverfl.peer.folder import PeerFolder
+    from quiverfl.peer.node import Node
+
+CallContext: TypeAlias = Any
+"""grpc.aio.ServicerContext, whose published types are not its own."""
+
+ANSWER_SECONDS = 60.0
+"""How long a caller may take to read the few bytes of an answer."""
+HANDSHAKE_SECONDS = 10
+
+
+class Service:
+    """The methods that other members call; messages are bytes, decoded by `link.wire`."""
+
+    def __init__(self, ctx: PeerContext, node: Node) -> None:
+        self._ctx, self._node = ctx, node
+        self._models = ModelServer(ctx)
+
+    @property
+    def methods(self) -> Any:
+        neighbours = self._node.neighbours
+        evictions = functools.partial(self._list_statements, neighbours.evictions)
+        amendments = functools.partial(self._list_statements, neighbours.amendments)
+        methods: dict[str, Any] = {
+            "Hello": grpc.unary_unary_rpc_method_handler(self._hello),
+            "Push": grpc.stream_stream_rpc_method_handler(self._push),
+            "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
+            "Collect": grpc.stream_stream_rpc_method_handler(self._collect),
+            neighbours.evictions.kind.method: grpc.unary_unary_rpc_method_handler(evictions),
+            neighbours.amendments.kind.method: grpc.unary_unary_rpc_method_handler(amendments),
+            "Probe": grpc.unary_unary_rpc_method_handler(self._probe),
+            "Order": grpc.unary_unary_rpc_method_handler(self._order),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _identify(self, context: CallContext) -> str:
+        """Name the caller. No certificate, an unknown name or another key means no answer."""
+        certificates = context.auth_context().get("x509_pem_cert", [])
+        try:
+            if not certificates:
+                raise QuiverError("no certificate.")
+            return self._ctx.roster.refresh().identify(certificates[0])
+        except QuiverError as problem:
+            self._ctx.metrics.count_refusal("identity")
+            self._ctx.log.alarm("caller refused", reason=str(problem), address=context.peer())
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(problem))
+            raise
+
+    async def _hello(self, frame: bytes, context: CallContext) -> bytes:
+        caller = await self._identify(context)
+        try:
+            greeting = await self._greet(caller, decode_hello(frame))
+        except WireError as problem:
+            self._ctx.metrics.count_refusal(problem.kind)
+            greeting = Greeting(refusal=str(problem)[:1000])
+        return self._ctx.metrics.count_sent(encode(greeting))
+
+    async def _greet(self, caller: str, hello: Hello) -> Greeting:
+        refusal = await self._check_hello(caller, hello)
+        if refusal:
+            self._ctx.metrics.count_refusal("hello")
+            self._ctx.log.alarm("hello refused", sender=caller, reason=refusal)
+            return Greeting(refusal=refusal[:1000])
+        answer = self._node.neighbours.answer_hello(hello)
+        identity = self._ctx.identity.refresh()
+        return Greeting(
+            hello=answer,
+            certificate=identity.certificate.decode(),
+            signature=identity.sign(greeting_text(hello, answer)),
+        )
+
+    async def _check_hello(self, caller: str, hello: Hello) -> str:
+        """Say why a hello is refused; empty if it is accepted."""
+        name = self._ctx.name
+        if (caller, name) != (hello.sender, hello.receiver):
+            return f"{caller!r} called {name!r}, its words are from {hello.sender!r}."
+        difference = self._ctx.agreement.difference(hello)
+        if difference:
+            return difference
+        try:
+            await self._node.neighbours.accept_hello(hello)
+        except RestoredBackup as problem:
+            self._node.fail(problem)
+            return str(problem)
+        except QuiverError as problem:
+            return str(problem)
+        return ""
+
+    async def _push(self, frames: AsyncIterator[bytes], context: CallContext) -> None:
+        caller = await self._identify(context)
+
+        async def answer(reply: Reply) -> None:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await context.write(self._ctx.metrics.count_sent(encode(reply)))
+
+        await self._node.receiver.push(caller, frames, answer)
+
+    async def _pull(self, frame: bytes, context: CallContext) -> None:
+        caller = await self._identify(context)
+
+        async def send(frame: bytes) -> None:
+            await context.write(self._ctx.metrics.count_sent(frame))
+
+        try:
+            await self._models.serve(caller, decode(Join, frame), send)
+        except TimeoutError:
+            self._ctx.metrics.count_refusal("slow")
+            await context.abort(grpc.StatusCode.ABORTED, "too slow while others wait")
+        except WireError as problem:
+            self._ctx.metrics.count_refusal(problem.kind)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
+        except QuiverError as problem:
+            self._ctx.metrics.count_refusal("pull")
+            self._ctx.log.alarm("model refused", caller=caller, reason=str(problem))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(problem))
+
+    async def _collect(self, _frames: AsyncIterator[bytes], context: CallContext) -> None:
+        """Serve a neighbour that cannot be called and has opened a stream to fetch its shares."""
+        caller = await self._identify(context)
+        sender = self._node.neighbours.senders.get(caller)
+        if sender is None:
+            problem = f"{caller!r} was not in the roster when this peer started."
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
+            return
+        await sender.serve_reverse_stream(ReverseStream(context))
+
+    async def _list_statements(
+        self, log: SignedLog[Any], _frame: bytes, context: CallContext
+    ) -> bytes:
+        await self._identify(context)
+        return self._ctx.metrics.count_sent(encode_statements(log.kind, log.statements()))
+
+    async def _probe(self, _frame: bytes, context: CallContext) -> bytes:
+        """Tell `quiver peer doctor` of another member the time and the version here."""
+        await self._identify(context)
+        vitals = Vitals(time=time.time(), version=installed_version())
+        return self._ctx.metrics.count_sent(encode(vitals))
+
+    async def _order(self, frame: bytes, context: CallContext) -> bytes:
+        caller = await self._identify(context)
+        if caller != self._ctx.name:
+            self._ctx.metrics.count_refusal("order")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "only its owner orders a peer")
+        try:
+            result = await self.handle_order(decode(Order, frame))
+        except QuiverError as problem:
+            result = {"error": str(problem)}
+        return json.dumps(result).encode()
+
+    async def handle_order(self, order: Order) -> dict[str, Any]:
+        """Do what the owner asks. Returns the status, or what was evicted."""
+        node = self._node
+        if order.action != "status":
+            self._ctx.log("order", action=order.action, about=order.peer)
+        if order.action == "stop":
+            node.stop()
+        elif order.action == "leave":
+            node.leave()
+        elif order.action == "evict":
+            if order.peer is None or order.peer not in node.neighbours.senders:
+                raise QuiverError(f"evict {order.peer!r}: name another member of the roster.")
+            lost = await node.neighbours.evict(order.peer, order.ban)
+            return {"evicted": order.peer, "written_off": lost / UNIT}
+        elif order.action == "amend":
+            if order.terms is None:
+                raise QuiverError("amend: say what is to change, and from which round on.")
+            await node.propose(order.terms)
+        return node.status()
+
+
+# The model for newcomers
+
+
+SNAPSHOT = "offer-"
+FRESH_SECONDS = 60.0
+"""A younger snapshot serves whoever asks next."""
+QUEUE = 16
+
+Send = Callable[[bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    path: Path
+    made: float
+    round: int
+    digest: str
+    nbytes: int
+
+
+class ModelServer:
+    """Sends z = u / μ to newcomers from one snapshot on disk.
+
+    So the cost in memory is bounded, however many ask.
+    """
+
+    def __init__(self, ctx: PeerContext) -> None:
+        self._ctx = ctx
+        self._admission = AdmissionQueue(ctx.limits.pulls, ctx.limits)
+        self._writing = asyncio.Lock()
+        self._snapshot: _Snapshot | None = None
+        for leftover in ctx.store.folder.glob(f"{SNAPSHOT}*"):
+            leftover.unlink(missing_ok=True)
+
+    async def serve(self, member: str, join: Join, send: Send) -> None:
+        self._check(member, join)
+        if self._admission.waiting >= QUEUE:
+            raise WireError("busy", "too many peers are joining at the same time; try again later.")
+        async with self._admission.place(member) as seconds_left:
+            self._check(member, join)  # it may have been evicted while it waited
+            snapshot = await self._fresh_snapshot()
+            with snapshot.path.open("rb") as file:  # readable from now on, even if it is replaced
+                await send(encode(self._header(snapshot, join)))
+                sent = 0
+                while body := await asyncio.to_thread(file.read, CHUNK):
+                    async with asyncio.timeout(max(seconds_left(sent), 0.0)):
+                        await send(make_frame(body, sent))
+                    sent += len(body)
+
+    def _header(self, snapshot: _Snapshot, join: Join) -> Model:
+        identity = self._ctx.identity.refresh()
+        header = Model(
+            round=snapshot.round,
+            nbytes=snapshot.nbytes,
+            digest=snapshot.digest,
+            manifest=self._ctx.agreement.manifest.hash,
+            certificate=identity.certificate.decode(),
+        )
+        return header.model_copy(update={"signature": identity.sign(model_text(join, header))})
+
+    def _check(self, member: str, join: Join) -> None:
+        name, accounts = self._ctx.name, self._ctx.transactions.accounts
+        if (join.sender, join.receiver, join.agreement) != (member, name, self._ctx.agreement.hash):
+            raise QuiverError(
+                f"{member!r} asks for another run, configuration or manifest than that of "
+                f"{name!r}, or in another's name."
+            )
+        check_join(accounts, member, join.incarnation)
+        if not accounts.units:
+            raise QuiverError(f"{name!r} has left the run: ask another peer.")
+
+    async def _fresh_snapshot(self) -> _Snapshot:
+        async with self._writing:
+            old = self._snapshot
+            if old is not None and time.monotonic() - old.made <= FRESH_SECONDS:
+                return old
+            try:
+                self._snapshot = await asyncio.to_thread(self._write_snapshot)
+            except OSError as problem:
+                raise WireError("disk", f"no room for a copy: {problem.strerror}.") from None
+            if old is not None:  # whoever reads it keeps it until the end
+                old.path.unlink(missing_ok=True)
+            return self._snapshot
+
+    def _write_snapshot(self) -> _Snapshot:
+        transactions = self._ctx.transactions
+        accounts, memory = transactions.accounts, transactions.memory
+        path = self._ctx.store.folder / f"{SNAPSHOT}{secrets.token_hex(8)}"
+        digest, nbytes = hashlib.sha256(), 0
+        with path.open("xb") as file:
+            path.chmod(0o600)
+            for leaf in self._ctx.agreement.manifest.leaves:
+                for part in _divide(leaf, memory.message[leaf.name], transactions.mass):
+                    digest.update(part)
+                    nbytes += file.write(part)
+        return _Snapshot(path, time.monotonic(), accounts.round, digest.hexdigest(), nbytes)
+
+
+def _divide(leaf: Leaf, values: AnyArray, mass: float) -> Iterator[bytes]:
+    """Divide a leaf by the mass, a little at a time."""
+    flat = values.reshape(-1)
+    for start in range(0, leaf.size, CHUNK // 8):
+        part = flat[start : start + CHUNK // 8]
+        yield (part / part.dtype.type(mass)).astype(leaf.type).tobytes()
+
+
+# The server
+
+
+RESERVED_FILES = 96
+"""What the process has open anyway: libraries, the store, a commit, logs."""
+FILES_PER_MEMBER = 3
+"""For each member: the connection to it, and one that replaces another."""
+
+
+def acceptable_connections(members: int) -> int:
+    """How many connections a peer accepts, so that it can always open its own files.
+
+    Each member connects once, twice while it reconnects. Callers without a certificate get the
+    rest, but never what this process needs itself.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        soft = _raise_file_limit(hard)
+    room = soft - RESERVED_FILES - FILES_PER_MEMBER * members
+    wanted = 64 + 4 * members
+    if room < 2 * members + 8:
+        needed = RESERVED_FILES + FILES_PER_MEMBER * members + wanted
+        raise QuiverError(
+            f"this process may open {soft} files, which is too few for a run of {members} peers: "
+            f"allow {needed} (ulimit -n, or LimitNOFILE= of its unit)."
+        )
+    return min(room, wanted)
+
+
+def _raise_file_limit(hard: int) -> int:
+    wanted = 65536 if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class Server:
+    """Listens for a peer: its service and the standard health service, over mutual TLS."""
+
+    def __init__(self, bind: str, ctx: PeerContext, service: Service) -> None:
+        milliseconds = int(ctx.limits.keepalive_seconds * 1000)
+        connections = acceptable_connections(len(ctx.roster.current.names))
+        options = [
+            ("grpc.max_receive_message_length", LARGEST_FRAME),
+            ("grpc.max_send_message_length", LARGEST_FRAME),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", milliseconds),
+            ("grpc.keepalive_timeout_ms", milliseconds),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+            # A bad link delivers many pings at once; a member's connection is not closed for that.
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.max_concurrent_streams", 512),
+            # A caller without a certificate holds a place for seconds, never the last descriptor.
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+        ]
+        self._server = grpc.aio.server(options=options)
+        self._server.add_generic_rpc_handlers((service.methods,))
+        self._health = _make_health_service()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        try:
+            self.port = self._server.add_secure_port(
+                bind, _load_server_credentials(ctx.identity.folder)
+            )
+        except RuntimeError as problem:
+            raise QuiverError(
+                f"cannot listen on {bind}: the address is in use or not this machine's."
+            ) from problem
+
+    async def start(self) -> None:
+        await self._server.start()
+        await self._set_health(True)
+
+    async def _set_health(self, healthy: bool) -> None:
+        states = health_pb2.HealthCheckResponse.ServingStatus
+        state = states.Value("SERVING" if healthy else "NOT_SERVING")
+        for name in ("", SERVICE):
+            await self._health.set(name, state)
+
+    async def stop(self, grace: float) -> None:
+        await self._set_health(False)
+        await self._server.stop(grace)
+
+
+@functools.cache
+def installed_version() -> str:
+    try:
+        return importlib.metadata.version("quiverfl")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _make_health_service() -> Any:
+    return getattr(health, "aio").HealthServicer()  # noqa: B009 - not in the published types
+
+
+def _load_server_credentials(folder: Path) -> grpc.ServerCredentials:
+    """Load credentials that are read again for every new connection, so keys can be rotated."""
+    live = LiveIdentity(folder)
+    identity = live.refresh()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(identity.key, identity.certificate)], identity.authority
+        )
+
+    def fetch() -> Any:
+        nonlocal identity
+        before, identity = identity, live.refresh()
+        return None if identity is before else configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), fetch, require_client_authentication=True
+    )
+
+
+# Orders of the owner, over the peer's own port and with its own certificate
+
+
+class NotRunning(QuiverError):
+    """The peer does not answer."""
+
+
+async def make_order(folder: PeerFolder, order: Order, timeout: float = 5.0) -> dict[str, Any]:
+    """Ask a running peer for something. Returns its answer."""
+    host, _, port = folder.own.bind.rpartition(":")
+    local = "127.0.0.1" if host in ("0.0.0.0", "[::]", "") else host
+    channel = open_channel(f"{local}:{port}", folder.own.name, folder.identity())
+    try:
+        answer = await channel.unary_unary(f"/{SERVICE}/Order")(encode(order), timeout=timeout)
+    except grpc.aio.AioRpcError as problem:
+        if problem.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise QuiverError(f"{folder.own.name!r} refused: {problem.details()}") from None
+        raise NotRunning(
+            f"{folder.own.name!r} does not answer on {folder.own.bind}: it is not running, or "
+            f"still starting. quiver peer run {folder.path} continues from its store."
+        ) from None
+    finally:
+        await channel.close()
+    result: dict[str, Any] = json.loads(answer)
+    if "error" in result:
+        raise QuiverError(str(result["error"]))
+    return result
+
+
+def send_order(folder: PeerFolder, order: Order, timeout: float = 5.0) -> dict[str, Any]:
+    """Make an order from code that is not asynchronous."""
+    return asyncio.run(make_order(folder, order, timeout))
