@@ -17,7 +17,7 @@ import torch
 from benchmarks.clock import interleaved
 from benchmarks.figures import Figure, ratio
 from quiverfl import DFedAvgM, FederatedData, Task, Training, make_model, random_regular, simulate
-from quiverfl.engine.simulate import SMALL_WORK
+from quiverfl.runs.simulate import SMALL_WORK
 
 INPUTS, CLASSES, SAMPLES, BATCH, CLIENTS = 64, 10, 64, 32, 25
 WIDTHS = (8, 32, 128, 512, 2048)

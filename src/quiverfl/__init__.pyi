@@ -21,17 +21,8 @@ from quiverfl.data.sources.libraries import (
 from quiverfl.data.sources.libraries import (
     from_torch as from_torch,
 )
-from quiverfl.engine.run import (
-    ClientState as ClientState,
-)
-from quiverfl.engine.run import (
-    Run as Run,
-)
 from quiverfl.engine.settings import (
     RunSettings as RunSettings,
-)
-from quiverfl.engine.simulate import (
-    simulate as simulate,
 )
 from quiverfl.errors import (
     CallbackFailed as CallbackFailed,
@@ -225,11 +216,20 @@ from quiverfl.runs.compare import (
 from quiverfl.runs.experiment import (
     Experiment as Experiment,
 )
-from quiverfl.runs.reader import (
+from quiverfl.runs.run import (
+    ClientState as ClientState,
+)
+from quiverfl.runs.run import (
+    Run as Run,
+)
+from quiverfl.runs.run import (
     SavedRun as SavedRun,
 )
-from quiverfl.runs.reader import (
+from quiverfl.runs.run import (
     load_run as load_run,
+)
+from quiverfl.runs.simulate import (
+    simulate as simulate,
 )
 from quiverfl.support.environment import (
     keep_freed_memory as keep_freed_memory,

@@ -15,8 +15,8 @@ from quiverfl.data.dataset import Dataset
 from quiverfl.data.federated import make_federated
 from quiverfl.data.partition import make_partition
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.simulate import _useful_threads
 from quiverfl.models import make_model
+from quiverfl.runs.simulate import _useful_threads
 from small import CLIENTS, PUSH, SIZES, STAR, TRAINING, simulate, states, tiny_task
 
 

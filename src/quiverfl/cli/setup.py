@@ -27,11 +27,11 @@ from quiverfl.engine.exchange.quantized import compiled_matches_torch
 from quiverfl.engine.local import byte_images
 from quiverfl.engine.memory import count_activations, predict_memory, saved_bytes
 from quiverfl.engine.settings import ExecutorName, RunSettings
-from quiverfl.engine.simulate import Simulation
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods import METHODS, Method
 from quiverfl.models import MODELS, make_model
 from quiverfl.models import compiled as compiled_layers
+from quiverfl.runs.simulate import Simulation
 from quiverfl.support import durable
 from quiverfl.support.compiler import why_not_compiled
 from quiverfl.support.output_folders import CELLS, PEER, holds_run, holds_run_below, refuse_foreign

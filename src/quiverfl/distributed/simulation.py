@@ -21,11 +21,11 @@ from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.execution import Measurement, choose_chunk, measure_executors
 from quiverfl.engine.history import Recorder
 from quiverfl.engine.local.examples import Examples
-from quiverfl.engine.run import Run
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.simulate import Simulation
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
+from quiverfl.runs.run import Run
+from quiverfl.runs.simulate import Simulation
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training

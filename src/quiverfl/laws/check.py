@@ -9,7 +9,6 @@ from typing import Literal
 
 from quiverfl.engine.checks.method import check_method_parts
 from quiverfl.engine.settings import RunSettings
-from quiverfl.engine.simulate import use_threads
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.laws import round_laws, run_laws
 from quiverfl.laws.problem import (
@@ -22,6 +21,7 @@ from quiverfl.laws.problem import (
     training_for,
 )
 from quiverfl.methods.contract import Method
+from quiverfl.runs.simulate import use_threads
 from quiverfl.topologies import Topology
 
 Verdict = Literal["kept", "broken", "skipped"]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.local.vmap import vmap_params
-from quiverfl.engine.run import Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.simulate import simulate
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
 from quiverfl.methods.state import replicated_fields
+from quiverfl.runs.run import Run
+from quiverfl.runs.simulate import simulate
 from quiverfl.seeds import stream
 from quiverfl.task import Params, Task
 from quiverfl.topologies import (

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.run import Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.simulate import simulate
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.laws.problem import CLIENTS, Case, Difference, quadratics, tiny_task, training_for
 from quiverfl.methods.contract import Method, SingleStep
 from quiverfl.methods.local import Local
+from quiverfl.runs.run import Run
+from quiverfl.runs.simulate import simulate
 from quiverfl.task import Task
 from quiverfl.topologies import Topology
 from quiverfl.training import Training

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quiverfl.data.dataset import Dataset
 from quiverfl.engine.history import Recorder
-from quiverfl.engine.run import Run, format_last_scores
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods import METHODS, method_title
 from quiverfl.results.formatting import make_file_name
@@ -21,7 +20,7 @@ from quiverfl.runs.config import Config, parse_config
 from quiverfl.runs.config_files import load_config
 from quiverfl.runs.experiment import DatasetCache, Experiment
 from quiverfl.runs.folder import RunFolder
-from quiverfl.runs.reader import SavedRun
+from quiverfl.runs.run import Run, SavedRun, format_last_scores
 from quiverfl.seeds import check_seeds
 from quiverfl.support import locks, output_folders
 from quiverfl.support.cards import ReprCard, format_thousands

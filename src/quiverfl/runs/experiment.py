@@ -20,8 +20,6 @@ from quiverfl.data.partition import Partition, check_partition, make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checks.method import check_method_parts
 from quiverfl.engine.history import Recorder, checked_callbacks
-from quiverfl.engine.run import Run
-from quiverfl.engine.simulate import Simulation
 from quiverfl.errors import Interrupted, QuiverError, QuiverWarning, Stopped
 from quiverfl.methods import METHODS
 from quiverfl.methods.contract import Method
@@ -31,6 +29,8 @@ from quiverfl.runs.config import Config, parse_config
 from quiverfl.runs.config_files import load_config
 from quiverfl.runs.folder import RunFolder
 from quiverfl.runs.progress import progress as shown
+from quiverfl.runs.run import Run
+from quiverfl.runs.simulate import Simulation
 from quiverfl.support.cards import ReprCard, format_thousands
 from quiverfl.support.references import hash_source, is_reference
 from quiverfl.task import Task
@@ -149,6 +149,11 @@ class Experiment(ReprCard):
                 run = _run_until_interrupted(self, RunFolder(Path(folder)), told)
         return _marked(run, self)
 
+    def open_folder(self, folder: RunFolder) -> None:
+        """Write the files of a new run of it, or check those of an earlier start."""
+        inputs = digest_inputs(self.config, self.dataset)
+        folder.open(self.config, inputs, self.partition, self.topology, self.method)
+
     @cached_property
     def simulation(self) -> Simulation:
         if self.config.run.rounds == 0:
@@ -231,7 +236,7 @@ def _run_here(
             folder.clear_without_results()
         folder.check_inputs(digest_inputs(experiment.config, experiment.dataset))
         if folder.is_finished():
-            return restored(folder, experiment)
+            return restore_run(folder, experiment)
         return _carry_out(experiment, folder, stop=stop, callbacks=callbacks)
 
 
@@ -243,10 +248,9 @@ def _carry_out(
     callbacks: Sequence[Recorder] = (),
 ) -> Run:
     """Run it, or the rest of it, in a folder that is this process's alone."""
-    config, simulation = experiment.config, experiment.simulation
+    simulation = experiment.simulation
     simulation.check()
-    inputs = digest_inputs(config, experiment.dataset)
-    folder.open(config, inputs, experiment.partition, experiment.topology, experiment.method)
+    experiment.open_folder(folder)
     resume = folder.resume()
     if stop():
         raise Stopped(0 if resume is None else resume.round)
@@ -257,7 +261,7 @@ def _carry_out(
     return run
 
 
-def restored(folder: RunFolder, experiment: Experiment | None = None) -> Run:
+def restore_run(folder: RunFolder, experiment: Experiment | None = None) -> Run:
     """The run of a folder at its newest checkpoint, with its data and models."""
     if experiment is None:
         config = folder.config()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quiverfl.data.dataset import Dataset
 from quiverfl.errors import QuiverError
 from quiverfl.runs.config import Config
-from quiverfl.runs.experiment import Experiment, restored
+from quiverfl.runs.experiment import Experiment, restore_run
 from quiverfl.runs.folder import RunFolder
 from quiverfl.support import durable
 from quiverfl.support.environment import require_package
@@ -152,7 +152,7 @@ def export_client(
     `also` as programs that run without this package, normalisation and all, beside it.
     """
     refuse_other_files(out, [SUFFIXES[kind] for kind in also])
-    run = restored(folder)
+    run = restore_run(folder)
     experiment = run.made_from
     assert isinstance(experiment, Experiment)
     clients = experiment.data.clients

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quiverfl.errors import QuiverError
 from quiverfl.options import python_number, refuse_old_names
 from quiverfl.runs.compare import group_by_comparison, report
-from quiverfl.runs.reader import SavedRun, load_run
+from quiverfl.runs.run import SavedRun, load_run
 from quiverfl.seeds import check_seeds
 from quiverfl.support.cards import ReprCard, format_thousands
 from quiverfl.sweeps.display import show_sweep

@@ -11,7 +11,6 @@ import torch
 from scipy import stats
 
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.simulate import simulate
 from quiverfl.methods.contract import Train
 from quiverfl.methods.dfedpgp import DFedPGP
 from quiverfl.methods.push_sum import PushSumState
@@ -23,6 +22,7 @@ from quiverfl.paper.theory.problem import (
     make_training,
     run_problem,
 )
+from quiverfl.runs.simulate import simulate
 from quiverfl.task import Params, Task
 from quiverfl.topologies import (
     analyze_topology,

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.simulate import simulate
 from quiverfl.errors import QuiverError
 from quiverfl.methods.dfedpgp import DFedPGP
+from quiverfl.runs.simulate import simulate
 from quiverfl.seeds import Hashes, stream
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology

@@ -21,11 +21,11 @@ from quiverfl.engine.execution import Measurement, set_precision
 from quiverfl.engine.history import History, Recorder, Recorders, checked_callbacks
 from quiverfl.engine.local.programs import is_convolutional
 from quiverfl.engine.rounds import run_rounds
-from quiverfl.engine.run import Run
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, QuiverError, Stopped
 from quiverfl.methods.contract import Method
+from quiverfl.runs.run import Run
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
