@@ -61,11 +61,12 @@ def init(
     ] = None,
 ) -> None:
     """Make a peer's folder from configuration, roster, keys and its own settings."""
-    from quiverfl.peer.folder import OwnData, OwnSettings, make_folder
-    from quiverfl.peer.link.identity import Roster
+    from quiverfl.peer.folder import OwnData, OwnSettings, PeerFolder, make_folder
+    from quiverfl.peer.link.identity import Roster, check_address
+    from quiverfl.peer.setup import check_run_file
 
-    if bind is not None and not (":" in bind and bind.rpartition(":")[2].isdigit()):
-        raise QuiverError(f"--bind {bind!r}: write HOST:PORT, such as 0.0.0.0:7400.")
+    if bind is not None:
+        check_address(f"0.0.0.0{bind}" if bind.startswith(":") else bind, "--bind ")
     if data_path is not None and not data_path.expanduser().exists():
         raise QuiverError(f"--data-path {data_path}: there is no such file or folder.")
     name = name or keys.name
@@ -79,6 +80,7 @@ def init(
         metrics=metrics,
         data=None if data is None else OwnData(name=data, path=path, options=options),
     )
+    check_run_file(PeerFolder.combine(folder, own, config, roster))
     make_folder(folder, config, roster, keys, own).identity()
     print(f"{folder} is ready: quiver peer run {folder}")
 
@@ -250,7 +252,8 @@ def audit(
     from quiverfl.peer.link.identity import ROSTER, Roster
 
     stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
-    rosters = [roster] if roster else [p / ROSTER for p in folders if (p / ROSTER).exists()]
+    beside = [place / ROSTER for path in folders for place in (path, path.absolute().parent)]
+    rosters = [roster] if roster else [path for path in beside if path.exists()]
     is_genuine = signature_check(Roster.read(rosters[0])) if rosters else None
     report = audit_statements(
         [read_statement(store) for store in stores], live=live, is_genuine=is_genuine

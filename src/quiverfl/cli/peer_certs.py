@@ -31,6 +31,7 @@ def certs_init(
     )
 
     pairs = [_parse_member(text) for text in peer]
+    _check_members(run, pairs)
     create_authority(authority, run)
     members = [
         Member(name, address, (issue_certificate(authority, name, authority / name),))
@@ -51,19 +52,14 @@ def certs_issue(
     """Make a key for one more peer and add it to the roster."""
     from dataclasses import replace
 
-    from quiverfl.peer.link.identity import (
-        DIALS_OUT,
-        ROSTER,
-        Member,
-        Roster,
-        issue_certificate,
-    )
+    from quiverfl.peer.link.identity import ROSTER, Member, Roster, issue_certificate
 
     roster = Roster.read(authority / ROSTER)
     if name in roster.names:
         raise QuiverError(f"{name!r} is in the roster: quiver peer certs rotate renews its key.")
+    name, address = _parse_member(f"{name}={address}")
     key = issue_certificate(authority, name, authority / name)
-    member = Member(name, DIALS_OUT if address == "dials-out" else address, (key,))
+    member = Member(name, address, (key,))
     replace(roster, members=(*roster.members, member)).write(authority / ROSTER)
     print(f"Copy {authority / ROSTER} to every peer, {authority / name} to {name!r} alone.")
 
@@ -100,13 +96,28 @@ def certs_revoke(
 
 
 def _parse_member(text: str) -> tuple[str, str]:
-    name, separator, address = text.partition("=")
-    if address == "dials-out":
-        from quiverfl.peer.link.identity import DIALS_OUT
+    from quiverfl.peer.link.identity import DIALS_OUT, check_address, check_name
 
-        return name, DIALS_OUT
-    if not separator or ":" not in address:
+    name, separator, address = text.partition("=")
+    if not separator or (":" not in address and address != "dials-out"):
         raise QuiverError(
             f"--peer {text!r}: write NAME=HOST:PORT, or NAME=dials-out if nobody can call it."
         )
+    check_name("peer", name)
+    if address == "dials-out":
+        return name, DIALS_OUT
+    check_address(address)
     return name, address
+
+
+def _check_members(run: str, pairs: list[tuple[str, str]]) -> None:
+    """Refuse a run's name, and names and addresses that occur twice, before a key is made."""
+    from quiverfl.peer.link.identity import DIALS_OUT, check_name
+
+    check_name("run", run)
+    names = [name for name, _ in pairs]
+    called = [address for _, address in pairs if address != DIALS_OUT]
+    for what, values in (("the name", names), ("the address", called)):
+        for value in values:
+            if values.count(value) > 1:
+                raise QuiverError(f"{what} {value!r} is given twice: each peer has its own.")

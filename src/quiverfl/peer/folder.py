@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +36,7 @@ from quiverfl.peer.link.identity import (
     Roster,
     create_authority,
     issue_certificate,
+    read_toml,
 )
 from quiverfl.peer.link.messages import Manifest, canonical_hash
 from quiverfl.peer.link.wire import Name
@@ -143,13 +143,18 @@ class PeerFolder:
     def read(cls, path: Path) -> PeerFolder:
         if not (path / PEER).exists():
             raise QuiverError(f"{path} is not a peer's folder: make one with quiver peer init.")
-        own = _parse_section(OwnSettings, _read_toml(path / PEER), path / PEER)
-        tree = _read_toml(path / RUN)
-        peers = _parse_section(PeersSection, tree.get("peers", {}), path / RUN)
-        roster = Roster.read(path / ROSTER)
-        roster.member(own.name)
+        own = _parse_section(OwnSettings, read_toml(path / PEER), path / PEER)
+        return cls.combine(path, own, path / RUN, path / ROSTER)
+
+    @classmethod
+    def combine(cls, path: Path, own: OwnSettings, run: Path, roster: Path) -> PeerFolder:
+        """Read the two files that all peers share, wherever they lie."""
+        tree = read_toml(run)
+        peers = _parse_section(PeersSection, tree.get("peers", {}), run)
+        members = Roster.read(roster)
+        members.member(own.name)
         experiment = {key: value for key, value in tree.items() if key != "peers"}
-        return cls(path, own, roster, peers, experiment)
+        return cls(path, own, members, peers, experiment)
 
     @property
     def store(self) -> Path:
@@ -254,15 +259,6 @@ def _format_own(own: OwnSettings) -> str:
         lines += ["", "[data.options]"] if own.data.options else []
         lines += [f"{key} = {json.dumps(value)}" for key, value in own.data.options.items()]
     return "\n".join(lines) + "\n"
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as problem:
-        raise QuiverError(f"cannot read {path}: {problem.strerror}.") from problem
-    except tomllib.TOMLDecodeError as problem:
-        raise QuiverError(f"{path} is not valid TOML: {problem}.") from problem
 
 
 def _parse_section(kind: type[AnySection], values: Any, path: Path) -> AnySection:

@@ -27,6 +27,7 @@ from quiverfl.engine.execution import check_kernels
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Method
+from quiverfl.models import check_model
 from quiverfl.peer.accounts.ledger import UNIT, Accounts
 from quiverfl.peer.accounts.store import Memory, NoStore, Store, Trace
 from quiverfl.peer.accounts.transactions import make_first_entry
@@ -91,6 +92,16 @@ class PeerParts:
     partition: Partition
     """The partition of all clients, as far as this peer knows their data."""
     split: MessageSplit
+
+
+def check_run_file(folder: PeerFolder) -> None:
+    """Refuse a run.toml that `quiver peer run` would refuse, as far as that needs no data."""
+    config = load_peer_config(folder)
+    check_model(config.model.name, config.model.options())
+    method = make_method(config)
+    check_peer_method(method)
+    topology = make_run_topology(config, method, len(folder.roster.members))
+    choose_message_split(method, topology, config.run.rounds)
 
 
 def build_learner(folder: PeerFolder) -> PeerParts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import ipaddress
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -195,8 +196,51 @@ def verify_signature(certificate: x509.Certificate, signature: str, text: bytes)
     return True
 
 
+RESERVED_NAMES = {AUTHORITY_CERTIFICATE, AUTHORITY_KEY, CERTIFICATE, KEY, "roster.toml"}
+"""Files of an authority or of a peer: a peer of such a name could have no folder there."""
+
+
+def check_name(kind: Literal["peer", "run"], name: str) -> None:
+    """Refuse a name that could be no host name in a certificate, or no folder of an authority."""
+    if not re.fullmatch(PEER_NAME, name) or any(
+        part.startswith("-") or part.endswith("-") or not part for part in name.split(".")
+    ):
+        raise QuiverError(
+            f"{name!r} cannot be a {kind}'s name: 1 to 63 lower-case letters, digits, dots and "
+            "dashes, with a letter or digit before and after each dot and dash."
+        )
+    if kind == "peer" and name in RESERVED_NAMES:
+        raise QuiverError(f"{name!r} cannot be a peer's name: the authority has a file of it.")
+    if kind == "peer" and _is_ip_address(name):
+        raise QuiverError(
+            f"{name!r} cannot be a peer's name: certificates tell addresses from names; choose a "
+            "name such as north."
+        )
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def check_address(address: str, option: str = "") -> None:
+    """Refuse what is no HOST:PORT; `option` is what gave it."""
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    known = _is_ip_address(host[1:-1]) if bracketed else re.fullmatch(r"[\w.-]+", host)
+    if not known or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise QuiverError(
+            f"{option}{address!r}: write HOST:PORT with a port from 1 to 65535, such as "
+            "10.1.0.5:7400 or [fd00::5]:7400."
+        )
+
+
 def create_authority(folder: Path, run: str, days: int = 3650) -> None:
     """Make the run's own certificate authority; its key stays with whoever admits peers."""
+    check_name("run", run)
     if (folder / AUTHORITY_KEY).exists():
         raise QuiverError(f"{folder / AUTHORITY_KEY} exists: an authority is not overwritten.")
     refuse_foreign(folder, lambda _: False, "choose another folder")
@@ -215,10 +259,7 @@ def create_authority(folder: Path, run: str, days: int = 3650) -> None:
 
 def issue_certificate(authority: Path, name: str, folder: Path, days: float = 365) -> str:
     """Make a key and certificate for a peer in its folder. Returns the key's fingerprint."""
-    if not re.match(PEER_NAME, name):
-        raise QuiverError(
-            f"{name!r} cannot be a peer's name: lower-case letters, digits, dots and dashes only."
-        )
+    check_name("peer", name)
     signer = _load_authority_key(authority)
     issuer = parse_certificate((authority / AUTHORITY_CERTIFICATE).read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
@@ -346,10 +387,8 @@ class Roster:
     @classmethod
     def read(cls, path: Path) -> Roster:
         try:
-            content = _RosterFile.model_validate(tomllib.loads(path.read_text()))
-        except OSError as problem:
-            raise QuiverError(f"cannot read the roster {path}: {problem.strerror}.") from problem
-        except (tomllib.TOMLDecodeError, ValidationError) as problem:
+            content = _RosterFile.model_validate(read_toml(path))
+        except ValidationError as problem:
             raise QuiverError(f"the roster {path} cannot be understood: {problem}") from problem
         members = tuple(
             Member(m.name, m.address, tuple(m.keys), tuple(m.former)) for m in content.peer
@@ -392,6 +431,16 @@ class Roster:
         changed = replace(old, keys=keys, former=former)
         return replace(self, members=tuple(changed if m == old else m for m in self.members))
 
+    def after(self, before: Roster) -> Roster:
+        """This roster as a running peer takes it: numbers stay, and who is missing is revoked."""
+        missing = [m.name for m in before.members if m.name not in self.names]
+        kept = [
+            before.without_keys(n).member(n) if n in missing else self.member(n)
+            for n in before.names
+        ]
+        new = [member for member in self.members if member.name not in before.names]
+        return replace(self, members=(*kept, *new))
+
     def without_keys(self, name: str) -> Roster:
         """Admit a member no more; its number, its records and what it signed remain."""
         old = self.member(name)
@@ -412,6 +461,30 @@ class Roster:
         return member.name
 
 
+LARGEST_TOML = 4 << 20
+MOST_DOTS = 4096
+"""In one line: the time to parse a dotted key grows with the square of its parts."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a file that somebody else may have written: bounded in time and depth."""
+    try:
+        if path.stat().st_size > LARGEST_TOML:
+            raise QuiverError(
+                f"{path} has more than {LARGEST_TOML >> 20} MiB: no file of a run is so long."
+            )
+        text = path.read_text()
+        if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+            raise QuiverError(f"{path} has a line of more than {MOST_DOTS} dots.")
+        return tomllib.loads(text)
+    except OSError as problem:
+        raise QuiverError(f"cannot read {path}: {problem.strerror}.") from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise QuiverError(f"{path} is not valid TOML: {problem}.") from problem
+    except RecursionError:
+        raise QuiverError(f"{path} is not valid TOML: its arrays are nested too deep.") from None
+
+
 class LiveRoster:
     """The roster file, read again when it changes: members and keys can be added in mid-run."""
 
@@ -426,7 +499,7 @@ class LiveRoster:
         try:
             stamp = self._path.stat().st_mtime_ns
             if stamp != self._stamp:
-                self.current, self._stamp = Roster.read(self._path), stamp
+                self.current, self._stamp = Roster.read(self._path).after(self.current), stamp
             self._problem = ""
         except (OSError, QuiverError) as problem:
             told = f"the roster is not read again: {problem}"
