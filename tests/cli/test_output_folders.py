@@ -245,8 +245,8 @@ def test_a_project_is_not_begun_among_runs(here: Path) -> None:
 
 
 def make_keys(here: Path) -> list[str]:
-    peer = ("--run", "x", "--peer", "a=127.0.0.1:7411")
-    made = quiver("peer", "certs", "init", "ca", *peer, cwd=here)
+    peers = [word for n in "abcd" for word in ("--peer", f"{n}=127.0.0.1:741{ord(n) - 96}")]
+    made = quiver("peer", "certs", "init", "ca", "--run", "x", *peers, cwd=here)
     assert made.returncode == 0, made.stderr
     return ["--config", "small.toml", "--roster", "ca/roster.toml", "--keys", "ca/a"]
 

@@ -72,9 +72,10 @@ def test_a_member_is_revoked_or_only_dials_out(tmp_path: Path) -> None:
         )
     quiver("certs", "issue", authority, "ward-2", "--address", "dials-out")
     assert Roster.read(authority / "roster.toml").member("ward-2").address == DIALS_OUT
-    folder = tmp_path / "hidden"
+    folder, run = tmp_path / "hidden", tmp_path / "run.toml"
+    run.write_text(run.read_text().replace("clients = 2", "clients = 3"))
     quiver(
-        *("init", folder, "--config", tmp_path / "run.toml", "--keys", authority / "ward-2"),
+        *("init", folder, "--config", run, "--keys", authority / "ward-2"),
         *("--roster", authority / "roster.toml"),
     )
     assert PeerFolder.read(folder).own.bind == "127.0.0.1:7400"
