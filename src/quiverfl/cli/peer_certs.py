@@ -18,9 +18,12 @@ Authority = Annotated[Path, typer.Argument(help="The folder of the run's authori
 def certs_init(
     authority: Authority,
     run: Annotated[str, typer.Option(help="The run's name.")],
-    peer: Annotated[list[str], typer.Option(help="NAME=HOST:PORT or NAME=dials-out, one each.")],
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=HOST:PORT or NAME=dials-out: make its keys here, for one machine."),
+    ] = None,
 ) -> None:
-    """Make an authority, a key per peer (in AUTHORITY/NAME) and the roster."""
+    """Make an authority and a roster; with --peer a key per peer, too (in AUTHORITY/NAME)."""
     from quiverfl.peer.link.identity import (
         AUTHORITY_KEY,
         ROSTER,
@@ -30,7 +33,7 @@ def certs_init(
         issue_certificate,
     )
 
-    pairs = [_parse_member(text) for text in peer]
+    pairs = [_parse_member(text) for text in peer or ()]
     _check_members(run, pairs)
     create_authority(authority, run)
     members = [
@@ -39,8 +42,79 @@ def certs_init(
     ]
     roster = Roster(run, tuple(members))
     roster.write(authority / ROSTER)
-    print(f"{len(members)} peers: give each its folder of {authority} and {authority / ROSTER}.")
+    if members:
+        print(
+            f"{len(members)} peers: give each its folder of {authority} and {authority / ROSTER}."
+        )
+    else:
+        print(f"Each peer makes its key: quiver peer certs request NAME --run {run} --address …")
     print(f"{authority / AUTHORITY_KEY} admits peers to the run: keep it offline.")
+
+
+@certs.command("request")
+def certs_request(
+    folder: Annotated[Path, typer.Argument(help="Where the keys are to be; or the peer's folder.")],
+    run: Annotated[str | None, typer.Option(help="The run's name.")] = None,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT, or dials-out.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The peer's name; by default that of the folder.")
+    ] = None,
+) -> None:
+    """Make a key at the peer's own machine, and a request that the authority approves.
+
+    In the folder of a peer that has a certificate: make the next key, and ask for its renewal.
+    """
+    from quiverfl.peer.link.requests import (
+        PENDING_KEY,
+        REQUEST,
+        describe_key,
+        make_renewal,
+        make_request,
+    )
+
+    if run is None and name is None:
+        request = make_renewal(folder, address)
+    elif run is None or address is None:
+        raise QuiverError("a first request needs --run and --address; a renewal neither.")
+    else:
+        request = make_request(folder, name or folder.absolute().name, run, address)
+    print(f"{folder / REQUEST}: send it to the authority of {request.run!r}. It holds no secret.")
+    print(f"{folder / PENDING_KEY} is the private key: it stays here.")
+    print(f"key {describe_key(request.key)} (read it to the authority)")
+
+
+@certs.command("approve")
+def certs_approve(
+    authority: Authority,
+    requests: Annotated[list[Path], typer.Argument(help="The request.pem of each peer.")],
+    days: Annotated[float, typer.Option(min=0.01, help="Days that certificates are valid.")] = 365,
+    replace_key: Annotated[
+        bool, typer.Option(help="Take a key that the peer's old one has not signed: it was lost.")
+    ] = False,
+    forget_old: Annotated[
+        bool, typer.Option(help="Refuse the old key of a renewal at once: it was stolen.")
+    ] = False,
+) -> None:
+    """Sign requests of peers, and enter their keys into the roster: all of them, or none."""
+    from quiverfl.peer.link.identity import ROSTER
+    from quiverfl.peer.link.requests import approve_requests, describe_key
+
+    for approval in approve_requests(authority, requests, days, replace_key, forget_old):
+        request, word = approval.request, "renewed" if approval.was else "new"
+        print(f"{request.name} at {request.address}, key {describe_key(request.key)} ({word})")
+        print(f"  {approval.path}: send it to {request.name!r}.")
+    print(f"Compare the keys with the peers' operators; then copy {authority / ROSTER} to all.")
+
+
+@certs.command("import")
+def certs_import(
+    folder: Annotated[Path, typer.Argument(help="The folder that the request was made in.")],
+    approval: Annotated[Path, typer.Argument(help="The file that the authority has sent.")],
+) -> None:
+    """Put an approved certificate in force; a running peer takes it without a restart."""
+    from quiverfl.peer.link.requests import import_approval
+
+    print(f"{folder}: the certificate is {import_approval(folder, approval).describe_end()}.")
 
 
 @certs.command("issue")

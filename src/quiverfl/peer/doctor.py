@@ -81,8 +81,9 @@ def _check_versions() -> Finding:
 def _check_certificate(folder: PeerFolder) -> Iterator[Finding]:
     name = folder.own.name
     renew = (
-        f"On the authority's machine: quiver peer certs rotate AUTHORITY {name}; copy roster.toml "
-        f"to every peer first, then cert.pem and key.pem to {folder.path}. No restart is needed."
+        f"quiver peer certs request {folder.path}; the authority approves the request, roster.toml "
+        "goes to every peer, and quiver peer certs import takes the approval here. No restart is "
+        f"needed. Where the authority makes the keys: quiver peer certs rotate AUTHORITY {name}."
     )
     try:
         identity = folder.identity()

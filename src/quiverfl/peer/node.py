@@ -417,4 +417,5 @@ class Node:
             "overdrawn": sorted(self.debtors()),
             "problems": self._problems(),
             "amendments": self.changes.describe(),
+            "certificate": self.ctx.identity.refresh().describe_end(),
         }

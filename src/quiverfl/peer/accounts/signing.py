@@ -94,10 +94,10 @@ def sign_clock(identity: Identity, agreement: str, peer: str, store: str, pushes
 
 def check_clock(roster: Roster, agreement: str, clock: Clock) -> bool:
     text = _clock_text(agreement, clock.peer, clock.store, clock.pushes)
-    return _check_line(roster, clock.peer, clock.proof, text)
+    return check_line(roster, clock.peer, clock.proof, text)
 
 
-def _check_line(roster: Roster, name: str, proof: str, text: bytes) -> bool:
+def check_line(roster: Roster, name: str, proof: str, text: bytes) -> bool:
     """Whether "key signature" is by a key that the roster lists for this member."""
     try:
         point, signature = proof.split(" ")
@@ -123,7 +123,7 @@ def sign_statement(identity: Identity, agreement: str, statement: Statement) -> 
 def check_statement(roster: Roster, agreement: str, statement: EvictionNotice | Amendment) -> bool:
     """Whether a statement is signed by its author."""
     text = statement.signed_text(agreement)
-    return bool(statement.proof) and _check_line(roster, statement.by, statement.proof, text)
+    return bool(statement.proof) and check_line(roster, statement.by, statement.proof, text)
 
 
 @lru_cache(maxsize=1024)

@@ -54,7 +54,7 @@ class Identity:
             except OSError as problem:
                 raise QuiverError(
                     f"cannot read {folder / name}: {problem.strerror}. Make keys with "
-                    "quiver peer certs init or quiver peer certs issue."
+                    "quiver peer certs request, or quiver peer certs init for all peers at once."
                 ) from problem
         if (folder / KEY).stat().st_mode & 0o077:
             raise QuiverError(
@@ -112,7 +112,8 @@ class Identity:
         if now > certificate.not_valid_after_utc:
             raise QuiverError(
                 f"the certificate of {name!r} expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
-                f" (it is {now:%Y-%m-%d %H:%M} here): renew it, quiver peer certs rotate {name}."
+                f" (it is {now:%Y-%m-%d %H:%M} here): renew it, quiver peer certs request here or "
+                f"quiver peer certs rotate {name} at the authority."
             )
         if now < certificate.not_valid_before_utc:
             raise QuiverError(
@@ -126,6 +127,13 @@ class Identity:
                 f"the certificate of {name!r} was not issued by this run's authority "
                 f"({AUTHORITY_CERTIFICATE})."
             ) from problem
+
+    def describe_end(self) -> str:
+        """Say until when the certificate is valid; it ends with the authority's at the latest."""
+        pems = (self.certificate, self.authority)
+        end = min(parse_certificate(pem).not_valid_after_utc for pem in pems)
+        left = end - datetime.datetime.now(datetime.UTC)
+        return f"valid until {end:%Y-%m-%d}, {left.days} days"
 
 
 class LiveIdentity:
@@ -176,12 +184,9 @@ def list_names(certificate: x509.Certificate) -> list[str]:
     return extension.value.get_values_for_type(x509.DNSName)
 
 
-def fingerprint(certificate: x509.Certificate) -> str:
+def fingerprint(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str:
     """Hash a public key; the hash stays when a certificate is renewed with the same key."""
-    spki = certificate.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return hashlib.sha256(spki).hexdigest()
+    return hashlib.sha256(_encode_public_key(certificate.public_key())).hexdigest()
 
 
 def verify_signature(certificate: x509.Certificate, signature: str, text: bytes) -> bool:
@@ -253,32 +258,46 @@ def create_authority(folder: Path, run: str, days: int = 3650) -> None:
         .add_extension(_key_usage(authority=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    write_durably(folder / AUTHORITY_KEY, _key_to_pem(key))
-    write_durably(folder / AUTHORITY_CERTIFICATE, _certificate_to_pem(certificate), 0o644)
+    write_durably(folder / AUTHORITY_KEY, key_to_pem(key))
+    write_durably(folder / AUTHORITY_CERTIFICATE, certificate_to_pem(certificate), 0o644)
 
 
 def issue_certificate(authority: Path, name: str, folder: Path, days: float = 365) -> str:
     """Make a key and certificate for a peer in its folder. Returns the key's fingerprint."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = sign_certificate(authority, name, key.public_key(), days)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_durably(folder / KEY, key_to_pem(key))
+    write_durably(folder / CERTIFICATE, certificate_to_pem(certificate), 0o644)
+    if folder.resolve() != authority.resolve():
+        issuer = (authority / AUTHORITY_CERTIFICATE).read_bytes()
+        write_durably(folder / AUTHORITY_CERTIFICATE, issuer, 0o644)
+    return fingerprint(certificate)
+
+
+def sign_certificate(
+    authority: Path, name: str, key: ec.EllipticCurvePublicKey, days: float = 365
+) -> x509.Certificate:
+    """Sign a peer's public key. The certificate does not outlive the authority's own."""
     check_name("peer", name)
     signer = _load_authority_key(authority)
     issuer = parse_certificate((authority / AUTHORITY_CERTIFICATE).read_bytes())
-    key = ec.generate_private_key(ec.SECP256R1())
+    latest = issuer.not_valid_after_utc
+    if datetime.datetime.now(datetime.UTC) > latest:
+        raise QuiverError(
+            f"the authority's certificate expired on {latest:%Y-%m-%d}: found a new run with "
+            "quiver peer certs init."
+        )
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
-        _build_certificate(subject, issuer.subject, key.public_key(), days)
+    return (
+        _build_certificate(subject, issuer.subject, key, days, latest)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(_key_usage(authority=False), critical=True)
         .sign(signer, hashes.SHA256())
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_durably(folder / KEY, _key_to_pem(key))
-    write_durably(folder / CERTIFICATE, _certificate_to_pem(certificate), 0o644)
-    if folder.resolve() != authority.resolve():
-        write_durably(folder / AUTHORITY_CERTIFICATE, _certificate_to_pem(issuer), 0o644)
-    return fingerprint(certificate)
 
 
 def _load_authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
@@ -296,7 +315,11 @@ def _load_authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _build_certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    latest: datetime.datetime = datetime.datetime.max.replace(tzinfo=datetime.UTC),
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -306,7 +329,7 @@ def _build_certificate(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - SLACK)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_after(min(now + datetime.timedelta(days=days), latest))
     )
 
 
@@ -324,7 +347,7 @@ def _key_usage(authority: bool) -> x509.KeyUsage:
     )
 
 
-def _key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -332,7 +355,7 @@ def _key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _certificate_to_pem(certificate: x509.Certificate) -> bytes:
+def certificate_to_pem(certificate: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
@@ -362,7 +385,7 @@ class _MemberEntry(BaseModel):
 class _RosterFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
     run: Name
-    peer: list[_MemberEntry]
+    peer: list[_MemberEntry] = []
 
 
 @dataclass(frozen=True)
