@@ -21,6 +21,9 @@ from quiverfl.data.sources.libraries import (
 from quiverfl.data.sources.libraries import (
     from_torch as from_torch,
 )
+from quiverfl.data.sources.table import (
+    from_pandas as from_pandas,
+)
 from quiverfl.engine.settings import (
     RunSettings as RunSettings,
 )

@@ -267,29 +267,6 @@ def test_a_word_that_is_no_part_is_named_by_its_line(tmp_path: Path) -> None:
         own("table", path, split="part")
 
 
-@pytest.mark.parametrize(
-    ("separator", "name"), [(";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")]
-)
-@pytest.mark.parametrize("decimal", [".", ","])
-def test_another_separator_is_named(
-    separator: str, name: str, decimal: str, tmp_path: Path
-) -> None:
-    numbers().to_csv(tmp_path / "mine.csv", sep=separator, decimal=decimal, index=False)
-    with pytest.raises(QuiverError, match=rf"mine.csv: .*separated by {name}.*read_csv\('mine"):
-        own("table", tmp_path / "mine.csv")
-
-
-def test_another_encoding_is_named_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    rows = ["a,who,label", *["1.5,Ann,x"] * 70_000, "2.5,René,y"]
-    path.write_bytes("\n".join(rows).encode("latin-1"))
-    with pytest.raises(QuiverError, match=r"line 70002: byte 0xe9 is not UTF-8: save .* as UTF-8"):
-        own("table", path, owner="who")
-    path.write_bytes("\n".join(rows[:4]).encode("utf-16"))
-    with pytest.raises(QuiverError, match=r"mine.csv is UTF-16: save it as UTF-8"):
-        own("table", path, owner="who")
-
-
 def test_a_folder_of_images_without_classes_says_what_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "pets"
     for number, pixels in enumerate(images(20, (3, 6, 5), seed=0)):

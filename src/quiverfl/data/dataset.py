@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -63,6 +64,11 @@ class Dataset(ReprCard):
     """Decisions of the reader, such as which columns are inputs: a sentence each."""
     doubts: tuple[str, ...] = ()
     """Possible mistakes in the data that stop nothing: a sentence each."""
+    columns: Any = ()
+    """What the columns of the inputs are called, where they come from a table; of several inputs a
+    dictionary of them."""
+    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Values of the columns that hold numbers in place of text: 0 stands for the first."""
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):

@@ -108,7 +108,7 @@ _SOURCES = {
     ),
     "folder": Source("your images, one folder per class", "own", read_folder),
     "npz": Source("your arrays x, y, perhaps owner: .npz, or a folder of .npy", "own", read_npz),
-    "table": Source("your .parquet or .csv, perhaps with an owner column", "own", read_table),
+    "table": Source("your .parquet, .csv or .tsv, perhaps with an owner column", "own", read_table),
     "huggingface": Source("a folder of datasets' save_to_disk", "own", read_huggingface),
 }
 SOURCES = Registry("data", _SOURCES, own="module:function")

@@ -25,6 +25,8 @@ from quiverfl.support.durable import temporary_folder, write_atomically
 FOLDER = ".quiver-cache"
 VERSION = 5
 """Version of what readers make of the same files; an older cache is not reused."""
+VERSIONS = {"table": 6, "huggingface": 6}
+"""Versions of readers that changed since."""
 MAPPED = ("train_x", "test_x")
 LABELS = ("train_y", "test_y", "train_owner", "test_owner")
 TARGETS = ("train_target", "test_target")
@@ -39,7 +41,7 @@ def load_cached(
     read: Callable[[], Dataset],
 ) -> Dataset:
     """The data set from the cache; read and kept there first if it is not."""
-    folder = cache / f"{name}-{hash_files(files, options)}"
+    folder = cache / f"{name}-{hash_files(files, options, VERSIONS.get(name, VERSION))}"
     if folder.exists():
         try:
             return load_arrays(folder)
@@ -69,10 +71,10 @@ def _remove(folder: Path) -> None:
         folder.rename(aside / folder.name)
 
 
-def hash_files(files: Path, options: Mapping[str, Any]) -> str:
+def hash_files(files: Path, options: Mapping[str, Any], version: int = VERSION) -> str:
     """Hash the path, names, sizes and times of a file or of all below a folder, and the options."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr((VERSION, str(files.resolve()), sorted(options.items()))).encode())
+    digest.update(repr((version, str(files.resolve()), sorted(options.items()))).encode())
     for entry in _list_entries(files):
         digest.update(repr(entry).encode())
     return digest.hexdigest()
@@ -116,6 +118,8 @@ def save_arrays(dataset: Dataset, folder: Path) -> None:
         "known_digest": dataset.digest,
         "notes": dataset.notes,
         "doubts": dataset.doubts,
+        "columns": dataset.columns,
+        "categories": dict(dataset.categories),
         "forms": forms,
     }
     (folder / "dataset.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
@@ -162,8 +166,8 @@ def load_arrays(folder: Path) -> Dataset:
     arrays |= {key: read(key) for key in LABELS if (folder / f"{key}.npy").exists()}
     for key in ("class_names", "owner_names", "notes", "doubts"):
         facts[key] = tuple(facts[key])
-    for key in ("mean", "std"):
-        facts[key] = _to_tuples(facts[key])
+    for key in ("mean", "std", "columns"):
+        facts[key] = _to_tuples(facts.get(key, ()))
     try:
         return Dataset(**facts, **arrays)
     except QuiverError as error:
@@ -172,5 +176,5 @@ def load_arrays(folder: Path) -> Dataset:
 
 def _to_tuples(per_channel: Any) -> Any:
     if isinstance(per_channel, dict):
-        return {name: tuple(numbers) for name, numbers in per_channel.items()}
+        return {name: tuple(values) for name, values in per_channel.items()}
     return tuple(per_channel)

@@ -11,7 +11,14 @@ import numpy as np
 
 from quiverfl.data.dataset import Dataset, report_notes
 from quiverfl.data.sources.arrays import Kinds, from_arrays, split_train_test
-from quiverfl.data.sources.table import Names, Options, from_frame, with_options
+from quiverfl.data.sources.table import (
+    Names,
+    Options,
+    choose_options,
+    from_frame,
+    with_options,
+)
+from quiverfl.data.sources.table_files import OF_FILES, Origin
 from quiverfl.errors import QuiverError
 from quiverfl.support.environment import require_package
 from quiverfl.trees import tree_leaves, tree_map
@@ -151,6 +158,9 @@ PART = "part of the dictionary"
 def read_huggingface(path: Path, options: Options) -> Dataset:
     """A folder that `save_to_disk` wrote; the options are those of a table."""
     require_package("datasets", "data 'huggingface'")
+    for key in OF_FILES:
+        if getattr(options, key) is not None:
+            raise QuiverError(f"data.options.{key} is for text files, and {path} is none.")
     import datasets
 
     try:
@@ -175,14 +185,10 @@ def from_huggingface(
 
     `label`, `features` and `owner` name columns; several of lists are a dictionary of inputs.
     `options` are those of a table: split, test_share, classes, inputs, exclude, targets, pad,
-    length, mask. Lists of whole numbers are ids.
+    length, mask, missing, categories. Lists of whole numbers are ids.
     """
     require_package("datasets", "qv.from_huggingface")
-    known = list(Options.__dataclass_fields__)
-    for key in options:
-        if key not in known:
-            raise QuiverError(f"from_huggingface has no option {key!r}; it has {', '.join(known)}.")
-    chosen = Options(label, features, owner, **options)
+    chosen = choose_options("from_huggingface", label, features, owner, options)
     called = name or "huggingface"
     return report_notes(_convert_dataset(dataset, called, called, chosen))
 
@@ -199,7 +205,7 @@ def _convert_dataset(loaded: Any, name: str, where: str, options: Options) -> Da
     owner = options.owner
     if owner is not None and owner in table and _class_names(columns, owner):
         table[owner] = table[owner].map(dict(enumerate(_class_names(columns, owner))))
-    dataset = from_frame(name, where, table, options, lists_are_ids=True)
+    dataset = from_frame(name, Origin(where), table, options, lists_are_ids=True)
     if names and dataset.train_target is None:
         return replace(dataset, class_names=names)
     return dataset

@@ -1,0 +1,266 @@
+"""Files of tables: Parquet, and text as it comes: separators, decimal commas, encodings, .gz.
+
+What a text file's options do not say is read off the file, with a note on what was guessed.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import lzma
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from quiverfl.errors import QuiverError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+OPENERS: dict[str, Any] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+"""Compressed text files, by the ending of their names."""
+TEXT_FILES = {".csv": ",", ".tsv": "\t"}
+"""Tables as text, and what separates their columns unless the first line says otherwise."""
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+BYTE_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What the user says of a text file; None is guessed."""
+
+    separator: str | None = None
+    decimal: str | None = None
+    encoding: str | None = None
+
+
+OF_FILES = tuple(TextOptions.__dataclass_fields__)
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    opened: IO[bytes] = OPENERS.get(path.suffix, open)(path, "rb")
+    return opened
+
+
+@dataclass(frozen=True)
+class TextStyle:
+    """How a text file is written: what separates columns, what marks decimals, its encoding."""
+
+    separator: str
+    decimal: str
+    encoding: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a table came from, as messages name it."""
+
+    name: str
+    style: TextStyle | None = None
+    """Of a text file: its rows are named by their lines."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def row(self, table: pd.DataFrame, position: int) -> str:
+        """A row as a person finds it: the line of a text file, counted from 1; else its number."""
+        wanted = int(table.index[position])
+        if self.style is None:
+            return f"row {wanted}"
+        number, line = -1, 1  # the names of the columns come before row 0
+        with open_bytes(Path(self.name)) as content:
+            file = io.TextIOWrapper(content, encoding=self.style.encoding, newline="")
+            reader = csv.reader(file, delimiter=self.style.separator)
+            for record in reader:
+                if number == wanted and not _is_blank(record):
+                    return f"line {line}"
+                number += not _is_blank(record)
+                line = reader.line_num + 1
+        return f"row {wanted}"
+
+
+def _is_blank(record: list[str]) -> bool:
+    """Whether pandas leaves the line out."""
+    return not record or (len(record) == 1 and not record[0].strip())
+
+
+DECIMAL_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")
+
+
+def has_decimal_commas(cells: Sequence[str]) -> bool:
+    """Whether all cells are numbers if a comma marks their decimals, and one has a comma."""
+    return any("," in cell for cell in cells) and all(map(DECIMAL_COMMA.fullmatch, cells))
+
+
+def table_name(path: Path) -> str:
+    """The file's name without its endings."""
+    return path.with_suffix("").stem if path.suffix in OPENERS else path.stem
+
+
+def load_table(path: Path, options: TextOptions) -> tuple[Origin, pd.DataFrame, list[str]]:
+    """The table, what messages call it, and notes on how it was read."""
+    # Here because it takes a while to import and only tables need it.
+    import pandas as pd
+
+    kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+    if path.suffix != ".parquet" and kind not in TEXT_FILES:
+        raise QuiverError(
+            f"{path}: tables are .parquet, .csv or .tsv files; the last two also compressed: "
+            f"{', '.join(f'.csv{ending}' for ending in OPENERS)}."
+        )
+    given = [key for key in OF_FILES if getattr(options, key) is not None]
+    if path.suffix == ".parquet" and given:
+        raise QuiverError(
+            f"data.options.{given[0]}: {path} is a Parquet file, and only text files have one: "
+            "leave it out."
+        )
+    style: TextStyle | None = None
+    notes: list[str] = []
+    try:
+        if path.suffix == ".parquet":
+            table = pd.read_parquet(path)
+        else:
+            table, style, notes = _read_text(path, TEXT_FILES[kind], options)
+    except QuiverError:
+        raise
+    except UnicodeError as error:
+        raise QuiverError(
+            f"{path} is not {options.encoding}: give another data.options.encoding, or leave it "
+            "out to have it guessed."
+        ) from error
+    except Exception as error:
+        # pandas and pyarrow each raise kinds of their own for damaged files.
+        raise QuiverError(f"{path} is not a readable table ({error}).") from error
+    if table.empty:
+        raise QuiverError(f"{path} has no rows.")
+    table.columns = table.columns.map(str)
+    return Origin(str(path), style), table.reset_index(drop=True), notes
+
+
+def _read_text(
+    path: Path, usual: str, options: TextOptions
+) -> tuple[pd.DataFrame, TextStyle, list[str]]:
+    """A text file as its options say, and where they are silent, as it looks."""
+    import pandas as pd
+
+    encoding = _check_encoding(options.encoding) or _find_encoding(path)
+    separator = _check_separator(options.separator) or _find_separator(path, encoding, usual)
+    decimal = _check_decimal(options.decimal, separator)
+
+    def read(decimal: str) -> pd.DataFrame:
+        return pd.read_csv(path, sep=separator, decimal=decimal, encoding=encoding)
+
+    table = read(decimal or ".")
+    if decimal is None and separator != "," and _looks_decimal(table):
+        decimal = ","
+        table = read(decimal)
+    style = TextStyle(separator, decimal or ".", encoding)
+    guesses = {
+        f"columns separated by {SEPARATORS.get(separator, separator)}": options.separator is None
+        and separator != usual,
+        "decimal commas": options.decimal is None and style.decimal == ",",
+        f"encoding {encoding}": options.encoding is None and encoding != "utf-8",
+    }
+    guessed = ", ".join(words for words, was in guesses.items() if was)
+    note = (
+        f"{path}: it was read as it looks: {guessed}; data.options.separator, decimal and encoding "
+        "say otherwise."
+    )
+    return table, style, [note] if guessed else []
+
+
+def _check_encoding(encoding: str | None) -> str | None:
+    if encoding is None:
+        return None
+    try:
+        return codecs.lookup(encoding).name
+    except LookupError as error:
+        raise QuiverError(
+            f"data.options.encoding = {encoding!r}: unknown; usual ones are 'utf-8', 'cp1252' "
+            "(Windows), 'latin-1' and 'utf-16'."
+        ) from error
+
+
+def _find_encoding(path: Path) -> str:
+    """UTF-8, or what the file's first bytes say; else Windows-1252, which nearly all others are."""
+    with open_bytes(path) as file:
+        start = file.read(4)
+        for mark, encoding in BYTE_MARKS.items():
+            if start.startswith(mark):
+                return encoding
+        file.seek(0)
+        for encoding in ("utf-8", "cp1252"):
+            if _decodes(file, encoding):
+                return encoding
+            file.seek(0)
+    return "latin-1"
+
+
+def _decodes(file: Any, encoding: str) -> bool:
+    decoder = codecs.getincrementaldecoder(encoding)()
+    try:
+        while piece := file.read(1 << 20):
+            decoder.decode(piece)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _check_separator(separator: str | None) -> str | None:
+    if separator == "tab":
+        return "\t"
+    if separator is not None and len(separator) != 1:
+        raise QuiverError(f"data.options.separator = {separator!r}: write one character, or 'tab'.")
+    return separator
+
+
+def _find_separator(path: Path, encoding: str, usual: str) -> str:
+    """The usual one, unless the first line has only others."""
+    with open_bytes(path) as content:
+        file = io.TextIOWrapper(content, encoding=encoding)
+        header = next((line for line in file if line.strip()), "").rstrip("\r\n")
+    if usual in header:
+        return usual
+    return next((separator for separator in SEPARATORS if separator in header), usual)
+
+
+def _check_decimal(decimal: str | None, separator: str) -> str | None:
+    if decimal not in (None, ".", ","):
+        raise QuiverError(f"data.options.decimal = {decimal!r}: write '.' or ','.")
+    if decimal == separator:
+        raise QuiverError(
+            f"data.options.decimal = {decimal!r} also separates the columns: set "
+            "data.options.separator."
+        )
+    return decimal
+
+
+def holds_text(table: pd.DataFrame, column: str) -> bool:
+    values = table[column].dropna()
+    return len(values) > 0 and isinstance(values.iloc[0], str)
+
+
+def _looks_decimal(table: pd.DataFrame) -> bool:
+    """Whether a column of text holds decimal commas, and no column has a decimal point."""
+    texts = [column for column in table.columns if holds_text(table, column)]
+    commas = any(has_decimal_commas(list(map(str, table[c].dropna()))) for c in texts)
+    floats = (table[c].dropna().to_numpy() for c in table.columns if table[c].dtype.kind == "f")
+    return commas and all(np.array_equal(values, np.rint(values)) for values in floats)
