@@ -298,11 +298,11 @@ def _read_several(
     sizes = {column: [len(row) for row in table[column]] for column in columns}
     first = sizes[columns[0]]
     for column, own in sizes.items():
-        for row in np.flatnonzero(np.array(own) != first):
+        for row in np.flatnonzero(np.array(own) != first).tolist():
             raise QuiverError(
-                f"{origin}, {origin.row(table, int(row))}: {own[row]} values in column {column!r} and "
-                f"{first[row]} in {columns[0]!r}; sequences that are padded together "
-                "must be of one length."
+                f"{origin}, {origin.row(table, row)}: {own[row]} values in column {column!r} and "
+                f"{first[row]} in {columns[0]!r}; sequences that are padded together must be of "
+                "one length."
             )
     length = padding.length or max(first)
     inputs = {
