@@ -314,6 +314,9 @@ def test_an_output_that_is_not_printed_is_seen() -> None:
     assert missing_line("run folder: …\n…\naccuracy …\n", printed) is None
     assert missing_line("accuracy 0.92\n", printed) == "accuracy 0.92"
     assert missing_line("accuracy 0.91\n3 rounds in 1 s\n", printed) == "3 rounds in TIME"
+    assert missing_line("accuracy 0.9136, worst …", "accuracy 0.9114, worst 0.75") is None
+    assert missing_line("accuracy 0.9136", "accuracy 0.8736") == "accuracy 0.9136"
+    assert missing_line("bytes 1.234.5", "bytes 1.234.6") == "bytes 1.234.5"
 
 
 @pytest.fixture

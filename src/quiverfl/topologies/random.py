@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def random_push(clients: int, neighbors: int, seed: int = 0, static: bool = Fals
     clients = check_clients("random_push", clients)
     neighbors = check_neighbors("random_push", neighbors, clients)
     draw = partial(_push, clients, neighbors, seed)
-    return _topology("random_push", clients, draw, static, neighbors=neighbors, seed=seed)
+    return draw_topology("random_push", clients, draw, static, neighbors=neighbors, seed=seed)
 
 
 def random_pull(clients: int, neighbors: int, seed: int = 0, static: bool = False) -> Topology:
@@ -45,7 +46,7 @@ def random_pull(clients: int, neighbors: int, seed: int = 0, static: bool = Fals
     clients = check_clients("random_pull", clients)
     neighbors = check_neighbors("random_pull", neighbors, clients)
     draw = partial(_pull, clients, neighbors, seed)
-    return _topology("random_pull", clients, draw, static, neighbors=neighbors, seed=seed)
+    return draw_topology("random_pull", clients, draw, static, neighbors=neighbors, seed=seed)
 
 
 def random_regular(clients: int, neighbors: int, seed: int = 0, static: bool = False) -> Topology:
@@ -60,7 +61,7 @@ def random_regular(clients: int, neighbors: int, seed: int = 0, static: bool = F
             f"give neighbors = {remedy}, or an even number of clients."
         )
     draw = partial(_regular, clients, neighbors, seed)
-    return _topology("random_regular", clients, draw, static, neighbors=neighbors, seed=seed)
+    return draw_topology("random_regular", clients, draw, static, neighbors=neighbors, seed=seed)
 
 
 def erdos_renyi(clients: int, probability: float, seed: int = 0, static: bool = False) -> Topology:
@@ -68,12 +69,13 @@ def erdos_renyi(clients: int, probability: float, seed: int = 0, static: bool = 
     clients = check_clients("erdos_renyi", clients)
     probability = check_fraction("erdos_renyi", "probability", probability, zero=True)
     draw = partial(_erdos_renyi, clients, probability, seed)
-    return _topology("erdos_renyi", clients, draw, static, probability=probability, seed=seed)
+    return draw_topology("erdos_renyi", clients, draw, static, probability=probability, seed=seed)
 
 
-def _topology(
-    name: str, clients: int, draw: Callable[[int], Graph], static: bool, **options: float
+def draw_topology(
+    name: str, clients: int, draw: Callable[[int], Graph], static: bool, **options: Any
 ) -> Topology:
+    """Draw a graph in every round, or keep that of the first."""
     if static:
         return Topology.fixed(name, draw(0), **options, static=True)
     return Topology(name, clients, draw, {**options, "static": False})
