@@ -268,13 +268,22 @@ from quiverfl.topologies import (
     Topology as Topology,
 )
 from quiverfl.topologies import (
+    balanced_push as balanced_push,
+)
+from quiverfl.topologies import (
     bandit_push as bandit_push,
+)
+from quiverfl.topologies import (
+    base_graph as base_graph,
 )
 from quiverfl.topologies import (
     custom as custom,
 )
 from quiverfl.topologies import (
     directed_ring as directed_ring,
+)
+from quiverfl.topologies import (
+    epidemic as epidemic,
 )
 from quiverfl.topologies import (
     erdos_renyi as erdos_renyi,

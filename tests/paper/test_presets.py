@@ -40,6 +40,7 @@ COUNTS = {
     "fig3b": 6 * 1 * 3,
     "fig5": 4 * 10 * 3,
     "unreliable": 5 * 4 * 3,
+    "graphs": 6 * 5 * 3,
 }
 
 

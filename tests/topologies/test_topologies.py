@@ -356,7 +356,7 @@ def test_every_generator_is_public_and_named_after_itself():
 @pytest.mark.parametrize("name", topologies.TOPOLOGIES)
 def test_a_topology_can_be_sent_to_another_process(name):
     options = {"star": {"sampled": 3}, "erdos_renyi": {"probability": 0.5}}
-    neighbors = {"neighbors": 3} if name.startswith("random") or name.endswith("push") else {}
+    neighbors = {"neighbors": 3} if "neighbors" in topologies.topology_options(name) else {}
     topology = make_topology(name, 8, **options.get(name, neighbors), participation=1.0)
     copy = pickle.loads(pickle.dumps(topology))
     assert copy == topology

@@ -281,12 +281,20 @@ def _lines(report: TopologyReport) -> list[tuple[str, str]]:
         ("contraction", _contraction(report)),
         ("spectral gap", _number(report.spectral_gap)),
         ("μ", f"{report.mu_low:.4g} to {report.mu_high:.4g}, δ = {report.delta:.4g}"),
+        ("spread of μ", f"standard deviation {report.mu_deviation:.4f} over clients"),
+        ("skewness", _skewness(report)),
         ("network", f"{report.messages:,.1f} messages, {_bytes(report.bytes)} a round"),
         (
             "busiest",
             f"{report.busiest_messages:,.1f} messages in and out, {_bytes(report.busiest_bytes)}",
         ),
     ]
+
+
+def _skewness(report: TopologyReport) -> str:
+    if report.skewness is None:
+        return "unbounded: some clients weigh nothing in the long run"
+    return f"{report.skewness:.4g} = ln(largest / smallest long-run weight)"
 
 
 def _mean(report: TopologyReport) -> str:

@@ -11,6 +11,7 @@ from quiverfl.errors import QuiverError, say_leave_out, suggest
 from quiverfl.support.references import Registry, describe_origin, is_reference
 from quiverfl.topologies.adaptive import bandit_push, loss_push, similar_push
 from quiverfl.topologies.analysis import TopologyReport, analyze_topology
+from quiverfl.topologies.balanced import balanced_push, base_graph, epidemic
 from quiverfl.topologies.fixed import (
     directed_ring,
     exponential,
@@ -37,9 +38,12 @@ __all__ = [
     "Topology",
     "TopologyReport",
     "analyze_topology",
+    "balanced_push",
     "bandit_push",
+    "base_graph",
     "custom",
     "directed_ring",
+    "epidemic",
     "erdos_renyi",
     "exponential",
     "from_matrix",
@@ -66,12 +70,14 @@ __all__ = [
 EXCHANGES: dict[str, Exchange] = {
     "random_push": "push",
     "random_pull": "pull",
+    "balanced_push": "push",
+    "epidemic": "pull",
     "loss_push": "push",
     "similar_push": "push",
     "bandit_push": "push",
 }
 """The exchange of these, whatever their weights; that of others follows from their matrix."""
-COMMON_OPTIONS = ("participation", "link_failure")
+COMMON_OPTIONS = ("participation", "link_failure", "exchange")
 """Options of all topologies."""
 
 _TOPOLOGIES: dict[str, Callable[..., Topology]] = {
@@ -79,12 +85,15 @@ _TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "star": star,
     "random_push": random_push,
     "random_pull": random_pull,
+    "balanced_push": balanced_push,
+    "epidemic": epidemic,
     "random_regular": random_regular,
     "erdos_renyi": erdos_renyi,
     "ring": ring,
     "directed_ring": directed_ring,
     "exponential": exponential,
     "one_peer_exponential": one_peer_exponential,
+    "base_graph": base_graph,
     "grid": grid,
     "torus": torus,
     "full": full,
@@ -103,12 +112,19 @@ def topology_options(name: str) -> list[str]:
 def make_topology(name: str, clients: int, **options: Any) -> Topology:
     """A topology by its name, as a configuration gives it; unknown or missing options are refused.
 
-    `participation`, a fraction below 1 (see participating), and `link_failure`, a probability (see
-    unreliable), are options of all of them. Your own function is called with clients=… and the
-    options; it returns a Topology, or a function from a round to its matrix or Graph (see custom).
+    `participation`, a fraction below 1 (see participating), and `link_failure`, a probability with
+    an `exchange` (see unreliable), are options of all of them. Your own function is called with
+    clients=… and the options; it returns a Topology, or a function from a round to its matrix or
+    Graph (see custom).
     """
     participation = options.pop("participation", 1.0)
     failure = options.pop("link_failure", 0.0)
+    exchange = options.pop("exchange", None)
+    if exchange is not None and failure == 0:
+        raise QuiverError(
+            f"topology.exchange = {exchange!r} says what a failed link means; give "
+            "topology.link_failure as well, or leave exchange out."
+        )
     function = TOPOLOGIES.find(name)
     if is_reference(name) and "seed" in topology_options(name):
         options.setdefault("seed", 0)
@@ -120,7 +136,9 @@ def make_topology(name: str, clients: int, **options: Any) -> Topology:
     )
     seed = options.get("seed", 0)
     if failure != 0:
-        topology = unreliable(topology, failure, seed, EXCHANGES.get(name))
+        topology = unreliable(topology, failure, seed, exchange or EXCHANGES.get(name))
+        if exchange is not None:
+            topology = replace(topology, options={**topology.options, "exchange": exchange})
     return topology if participation == 1 else participating(topology, participation, seed)
 
 

@@ -99,6 +99,8 @@ class TopologyReport:
     spectral_gap: float | None  # 1 - |second eigenvalue|, of a fixed symmetric matrix
     mu_low: float  # over all clients and rounds, from μ = 1
     mu_high: float
+    mu_deviation: float  # standard deviation of μ over clients, mean over the later half of rounds
+    skewness: float | None  # see measure_skewness
     messages: float  # that cross the network in a round, mean
     busiest_messages: float  # in and out of the busiest client, or of the server, mean
     message_bytes: int
@@ -159,6 +161,8 @@ def analyze_topology(
         spectral_gap=gap,
         mu_low=min(float(mass.min()) for mass in masses),
         mu_high=max(float(mass.max()) for mass in masses),
+        mu_deviation=float(np.mean([mass.std() for mass in masses[rounds // 2 :]])),
+        skewness=measure_skewness(graphs, masses[rounds // 2 :] if columns else None),
         messages=float(np.mean([total for total, _ in traffic])),
         busiest_messages=float(np.mean([busiest for _, busiest in traffic])),
         message_bytes=message_bytes,
@@ -314,6 +318,23 @@ def _compute_masses(graphs: Sequence[Graph]) -> list[Floats]:
         mass = _mix(graph, mass)
         masses.append(mass)
     return masses
+
+
+def measure_skewness(graphs: Sequence[Graph], masses: Sequence[Floats] | None) -> float | None:
+    """ln(largest / smallest) of what clients weigh in the long run; 0 where all weigh alike.
+
+    Where columns sum to 1 that is `masses`, μ of some rounds (their mean is returned); elsewhere it
+    is how much each start counts in the mean of what clients hold in the end. Unequal weights slow
+    push-sum as a small spectral gap does (Liang et al. 2023). None where a weight is 0.
+    """
+    if masses is None:
+        weights = np.full(graphs[0].clients, 1 / graphs[0].clients)
+        for graph in reversed(graphs):
+            weights = graph.sparse.T @ weights
+        masses = [weights]
+    if any(mass.min() <= 0 for mass in masses):
+        return None
+    return float(np.mean([np.log(mass.max() / mass.min()) for mass in masses]))
 
 
 def _distance(product: Floats, column_stochastic: bool) -> float:

@@ -6,11 +6,11 @@ In each round only some clients are online, and every one-way link fails with so
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, suggest
 from quiverfl.seeds import key_hashes
 from quiverfl.topologies.arguments import check_fraction
 from quiverfl.topologies.fixed import sample_clients
@@ -107,8 +107,13 @@ def unreliable(
     1. A pull needs one, too, and its weight stays with the receiver. An undirected exchange needs
     both directions: when either fails, its weights return to the diagonals of both ends, and a
     symmetric matrix stays one. `exchange` says which it is; unless given, symmetric matrices are
-    undirected exchanges, others pushes if their columns sum to 1 and pulls if their rows do.
+    undirected exchanges, others pushes if their columns sum to 1 and pulls if their rows do. With
+    `exchange = "pull"` a client of an undirected graph averages over whatever arrives.
     """
+    if exchange not in (None, *get_args(Exchange)):
+        raise QuiverError(
+            f"topology.exchange = {exchange!r}: {suggest(str(exchange), get_args(Exchange))}"
+        )
     failure = check_fraction("unreliable", "link_failure", failure, zero=True)
     first = topology(0)
     if first.hub:

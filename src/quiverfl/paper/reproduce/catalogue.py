@@ -100,6 +100,13 @@ _ITEMS = {
         note="Not in the paper, which gives it as its motivation. A push needs one direction of a "
         "link, an undirected exchange both; the clients are drawn again in every round.",
     ),
+    "graphs": Item(
+        "Graphs and the step on z",
+        "series",
+        "graphs",
+        note="Not in the paper. DFedPGP on random_pull and random_regular is its undirected or "
+        "pulling version: μ stays 1 there.",
+    ),
 }
 ITEMS = Registry("item of the paper", _ITEMS)
 
