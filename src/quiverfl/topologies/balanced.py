@@ -155,8 +155,8 @@ def _list_hypercube(members: Integers, base: int) -> list[list[Link]]:
     """Rounds after which `members` agree: complete groups along one factor after another."""
     rounds, stride = [], 1
     for factor in _factorize(len(members), base):
-        groups = np.arange(len(members)).reshape(-1, factor, stride)
-        groups = groups.transpose(0, 2, 1).reshape(-1, factor)
+        places = np.arange(len(members)).reshape(-1, factor, stride)
+        groups = places.transpose(0, 2, 1).reshape(-1, factor)
         rounds.append(
             [
                 (int(members[group[a]]), int(members[group[b]]), 1 / factor)
