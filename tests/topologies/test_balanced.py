@@ -14,7 +14,7 @@ from quiverfl.topologies import (
     base_graph,
     epidemic,
     make_topology,
-    participating,
+    random_pull,
     random_push,
 )
 from quiverfl.topologies.analysis import analyze_topology, measure_skewness
@@ -109,8 +109,19 @@ def test_epidemic_receivers_average_what_arrives(size, seed, round):
     arrived = (graph.weights > 0).sum(axis=1, keepdims=True)
     assert np.allclose(graph.weights, (graph.weights > 0) / arrived, atol=1e-15)
     assert (count_uploads(graph) == neighbors).all()
-    offline = participating(epidemic(clients, neighbors, seed), 0.5, seed)(round)
-    assert offline.row_stochastic
+    half = make_topology(
+        "epidemic", clients, neighbors=neighbors, seed=seed, participation=0.5, link_failure=0.3
+    )
+    assert half(round).row_stochastic
+    assert "kept_by" not in half.options
+
+
+def test_a_pull_that_is_balanced_by_chance_stays_a_pull():
+    """Three clients, one neighbour: the pull of some rounds is a permutation."""
+    pull = make_topology("random_pull", 3, neighbors=1, participation=0.7)
+    by_chance = [t for t in range(40) if random_pull(3, 1)(t).column_stochastic]
+    assert by_chance
+    assert all(pull(t).row_stochastic for t in range(40))
 
 
 @settings(deadline=None, max_examples=60)

@@ -25,7 +25,7 @@ from quiverfl.topologies.fixed import (
 )
 from quiverfl.topologies.from_graphs import custom, from_matrix, from_networkx, metropolis
 from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.participation import Exchange, participating, unreliable
+from quiverfl.topologies.participation import Exchange, Keeper, participating, unreliable
 from quiverfl.topologies.random import erdos_renyi, random_pull, random_push, random_regular
 from quiverfl.topologies.reports import ReportSpec, ReportView
 from quiverfl.topologies.topology import Topology
@@ -77,6 +77,7 @@ EXCHANGES: dict[str, Exchange] = {
     "bandit_push": "push",
 }
 """The exchange of these, whatever their weights; that of others follows from their matrix."""
+KEEPERS: dict[Exchange, Keeper] = {"push": "sender", "pull": "receiver"}
 COMMON_OPTIONS = ("participation", "link_failure", "exchange")
 """Options of all topologies."""
 
@@ -139,7 +140,13 @@ def make_topology(name: str, clients: int, **options: Any) -> Topology:
         topology = unreliable(topology, failure, seed, exchange or EXCHANGES.get(name))
         if exchange is not None:
             topology = replace(topology, options={**topology.options, "exchange": exchange})
-    return topology if participation == 1 else participating(topology, participation, seed)
+    if participation == 1:
+        return topology
+    # A pull's round may have columns that sum to 1 by chance: its weights are the receiver's still.
+    kept_by = KEEPERS.get(EXCHANGES.get(name, "both"))
+    online = participating(topology, participation, seed, kept_by)
+    options = {option: value for option, value in online.options.items() if option != "kept_by"}
+    return replace(online, options=options)
 
 
 def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
