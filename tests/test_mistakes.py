@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import quiverfl as qv
+from quiverfl.errors import QuiverWarning
 from small import TRAINING, TinyModel, tiny_data, tiny_task
 
 X = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
@@ -91,6 +92,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "an_unknown_partition": (
         lambda: qv.partition("digits", "dirichlt"),
         r"unknown partition 'dirichlt'.*'dirichlet'",
+    ),
+    "text_for_a_number": (
+        lambda: qv.partition("digits", clients="8"),  # type: ignore[arg-type]
+        r"clients = '8': give a whole number",
     ),
     "arrays_for_a_data_set": (lambda: qv.partition((X, Y)), r"qv\.load_dataset"),  # type: ignore[arg-type]
     "an_unknown_section": (lambda: qv.Experiment.of({"train": {}}), r"unknown section \[train\]"),
@@ -205,6 +210,13 @@ def test_a_mistake_ends_in_a_sentence(name: str) -> None:
         mistake()
     assert str(caught.value).rstrip().endswith((".", "?"))
     assert "\n" not in str(caught.value)
+
+
+def test_what_leaves_nothing_to_look_at_is_warned_of() -> None:
+    with pytest.warns(QuiverWarning, match="no client has test data"):
+        go(data=qv.FederatedData.from_arrays([(X, Y)] * 6, [(X[:0], Y[:0])] * 6))
+    with pytest.warns(QuiverWarning, match="nobody trains"):
+        go(rounds=0)
 
 
 def test_the_documentation_lists_every_mistake() -> None:

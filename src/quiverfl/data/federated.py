@@ -376,6 +376,9 @@ def partition(
     if not isinstance(name, str):
         raise QuiverError(f"partition {name!r}: give a name, such as 'dirichlet'.")
     clients, seed, options = python_number(clients), python_number(seed), python_number(options)
+    for what, count in (("clients", clients), ("seed", seed)):
+        if not isinstance(count, int | None) or isinstance(count, bool):
+            raise QuiverError(f"{what} = {count!r}: give a whole number.")
     number = 20 if clients is None and name != "natural" else clients
     shares = ways.make_partition(source, name, number, seed, **options)
     ways.check_partition(source, shares)

@@ -7,7 +7,6 @@ import json
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from quiverfl.data.partition import Partition, check_partition, make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checks.method import check_method_parts
 from quiverfl.engine.history import Recorder, checked_callbacks
-from quiverfl.errors import Interrupted, QuiverError, QuiverWarning, Stopped
+from quiverfl.errors import Interrupted, QuiverError, Stopped
 from quiverfl.methods import METHODS
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import adaptation_phase
@@ -156,9 +155,6 @@ class Experiment(ReprCard):
 
     @cached_property
     def simulation(self) -> Simulation:
-        if self.config.run.rounds == 0:
-            text = "run.rounds = 0: nobody trains, and nothing is recorded. Give at least 1."
-            warnings.warn(text, QuiverWarning, stacklevel=3)
         return Simulation(
             self.task,
             self.data,

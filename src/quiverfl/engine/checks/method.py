@@ -77,6 +77,9 @@ def check_fit(
     probe = ModelProbe.here(task, data, settings.dtype)
     check_functions(method, task, probe, training, alike=first.one_row)
     _warn_of_no_effect(task, method, settings)
+    if clients == data.clients and not data.test.sizes.any():
+        text = "no client has test data: the run has no accuracy, and no model is judged."
+        warnings.warn(text, QuiverWarning, stacklevel=3)
     for key in method.unused:
         if not hasattr(training, key):
             known = suggest(key, Training.__dataclass_fields__)
@@ -93,6 +96,9 @@ def _warn_of_no_effect(task: Task, method: Method, settings: RunSettings) -> Non
             f"{method.title} trains a personal part, and nothing in this model is personal: all of "
             "it is shared. Name a part, such as personal = head."
         )
+        warnings.warn(text, QuiverWarning, stacklevel=4)
+    if settings.rounds == 0:
+        text = "run.rounds = 0: nobody trains, and nothing is recorded. Give at least 1."
         warnings.warn(text, QuiverWarning, stacklevel=4)
     cores = _cores()
     if settings.threads is not None and settings.threads > cores:
