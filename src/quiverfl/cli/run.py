@@ -277,7 +277,8 @@ def run_and_print(
         print(json.dumps(summary))
         return
     console = Console()
-    for stage, reports in summary["stages"].items():
+    unseen = summary.get("unseen", {}).get("stages", {})
+    for stage, reports in {**summary["stages"], **unseen}.items():
         last = reports["last"]
         console.print(
             f"last round, stage {stage}: {summary['metric']} {last['mean']:.4f} ± "

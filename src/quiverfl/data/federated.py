@@ -22,6 +22,7 @@ from quiverfl.data.dataset import Dataset, Inputs, InputTree
 from quiverfl.data.examples import ClientExamples, concatenate_clients, find_memory_map
 from quiverfl.data.partition import Partition
 from quiverfl.data.sources import load_dataset
+from quiverfl.data.unseen import UNSEEN_OPTIONS, Chosen, Unseen, choose_unseen
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.options import python_number, refuse_old_names
 from quiverfl.seeds import Hashes
@@ -143,6 +144,8 @@ class FederatedData(ReprCard):
     """Normalisation that was already applied; an exported model must apply it, too."""
     origin: Mapping[str, Any] = field(default_factory=dict)
     """The [data] section that makes the same partition; empty for your own arrays."""
+    unseen: Unseen | None = None
+    """Clients that take no part, and are tested as those who come later."""
 
     @classmethod
     def from_arrays(
@@ -203,6 +206,17 @@ class FederatedData(ReprCard):
         names = tuple(self.names[client] for client in clients) if self.names else ()
         train, test = self.train.select(clients), self.test.select(clients)
         return replace(self, train=train, test=test, names=names)
+
+    def hold_out(self, unseen: Chosen, seed: int = 0, **options: Any) -> FederatedData:
+        """The data without some clients, who are tested as clients that nobody has seen.
+
+        `unseen` is how many, or a list of numbers or names. `options` are start, epochs, part and
+        when (data/unseen.py).
+        """
+        away = choose_unseen(unseen, self.clients, self.names, seed)
+        held = Unseen(self.select(away.tolist()), **options)
+        stay = np.setdiff1d(np.arange(self.clients), away)
+        return replace(self.select(stay.tolist()), unseen=held)
 
 
 def _describe_inputs(x: Any) -> str:
@@ -281,6 +295,23 @@ def make_federated(
     return replace(data, train=train, test=test, normalize=normalize)
 
 
+def federate(
+    dataset: Dataset,
+    shares: Partition,
+    augment: str | Augment | None,
+    mapped: bool,
+    unseen: Mapping[str, Any],
+) -> FederatedData:
+    """The same, with the clients that the partition holds out; `unseen` says how to test them."""
+    data = make_federated(dataset, shares, augment, mapped)
+    if shares.unseen is None:
+        return data
+    options = {key.removeprefix("unseen_"): value for key, value in unseen.items()}
+    return replace(
+        data, unseen=Unseen(make_federated(dataset, shares.unseen, augment, mapped), **options)
+    )
+
+
 def _make_normalizer(dataset: Dataset) -> InputTransform | None:
     """Make the input transform; None if inputs are used as they are."""
     parts = {}
@@ -357,6 +388,7 @@ def partition(
     *,
     augment: str | Augment | None = None,
     mapped: bool = False,
+    unseen: Chosen | None = None,
     **options: Any,
 ) -> FederatedData:
     """Partition a data set (or one by its name) between clients: what `simulate` takes.
@@ -364,7 +396,9 @@ def partition(
     `name` is a scheme in data.partition.PARTITIONS and `options` are its own (alpha,
     classes_per_client, min_samples) or samples_per_client, test_per_client and validation. 20
     clients unless given; under "natural" every owner is one. `mapped` leaves the inputs on disk,
-    where they lie there, and reads a batch when it is used: for data larger than memory.
+    where they lie there, and reads a batch when it is used: for data larger than memory. `unseen`
+    holds clients out of the federation (data/unseen.py), with unseen_start, unseen_epochs,
+    unseen_part and unseen_when.
     """
     source = load_dataset(dataset) if isinstance(dataset, str) else dataset
     if not isinstance(source, Dataset):
@@ -380,11 +414,16 @@ def partition(
         if not isinstance(count, int | None) or isinstance(count, bool):
             raise QuiverError(f"{what} = {count!r}: give a whole number.")
     number = 20 if clients is None and name != "natural" else clients
+    tests = {key: options.pop(key) for key in UNSEEN_OPTIONS if key in options}
     shares = ways.make_partition(source, name, number, seed, **options)
+    if unseen is not None:
+        shares = shares.hold_out(unseen, seed)
+    elif tests:
+        raise QuiverError(f"{min(tests)} without unseen: say which clients are held out.")
     ways.check_partition(source, shares)
     origin = {
         "name": source.name,
-        "clients": shares.clients,
+        "clients": shares.clients + (0 if shares.unseen is None else shares.unseen.clients),
         "partition": name,
         **ways.partition_options(
             name, {k: v for k, v in options.items() if k not in _SIZE_OPTIONS}
@@ -392,5 +431,6 @@ def partition(
         **{key: options[key] for key in _SIZE_OPTIONS if options.get(key) is not None},
         "augment": augment if isinstance(augment, str) else "none" if augment is None else "own",
         "seed": seed,
+        **({} if unseen is None else {"unseen": python_number(unseen), **tests}),
     }
-    return replace(make_federated(source, shares, augment, mapped), origin=origin)
+    return replace(federate(source, shares, augment, mapped, tests), origin=origin)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from quiverfl.data import partitioners
 from quiverfl.data.dataset import Dataset
+from quiverfl.data.unseen import Chosen, choose_unseen
 from quiverfl.errors import QuiverError, QuiverWarning, say_leave_out, suggest
 from quiverfl.seeds import stream
 from quiverfl.support.references import Registry
@@ -39,7 +40,8 @@ class Partition:
 
     With `held_out` the test examples are training examples of the data set that were set aside,
     so `test` counts in its training part. Counts are [clients, classes]. `names` are the owners
-    that the clients are, under `natural`; empty otherwise.
+    that the clients are, under `natural`; empty otherwise. `unseen` are clients that were held out
+    of the federation.
     """
 
     train: tuple[Integers, ...]
@@ -48,6 +50,7 @@ class Partition:
     test_counts: Integers
     held_out: bool = False
     names: tuple[str, ...] = ()
+    unseen: Partition | None = None
 
     @property
     def clients(self) -> int:
@@ -77,7 +80,27 @@ class Partition:
             arrays[f"{part}_indices"] = np.concatenate(shares).astype(np.int64)
             sizes = [0, *(len(share) for share in shares)]
             arrays[f"{part}_offsets"] = np.cumsum(sizes).astype(np.int64)
+        if self.unseen is not None:
+            theirs = self.unseen.arrays().items()
+            arrays.update((f"unseen_{name}", array) for name, array in theirs)
         return arrays
+
+    def select(self, clients: Sequence[int]) -> Partition:
+        """The examples of some clients, renumbered from 0."""
+        return replace(
+            self,
+            train=tuple(self.train[client] for client in clients),
+            test=tuple(self.test[client] for client in clients),
+            train_counts=self.train_counts[list(clients)],
+            test_counts=self.test_counts[list(clients)],
+            names=tuple(self.names[client] for client in clients) if self.names else (),
+        )
+
+    def hold_out(self, unseen: Chosen, seed: int) -> Partition:
+        """Without some clients, drawn by the seed or named; they are its `unseen`."""
+        away = choose_unseen(unseen, self.clients, self.names, seed).tolist()
+        stay = [client for client in range(self.clients) if client not in set(away)]
+        return replace(self.select(stay), unseen=self.select(away))
 
 
 def make_partition(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,18 @@ class _PreparedRun:
 
 def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
     """Everything from the configuration. A rank reads the examples of its own clients alone."""
+    if config.data.unseen is not None:
+        raise QuiverError(
+            "data.unseen on several ranks: clients that nobody has seen are tested in one process; "
+            "run it without --ranks, or leave data.unseen out."
+        )
     dataset, method = load_data(config), make_method(config)
     partition = partition_data(config, dataset)
     settings = config.run.for_clients(partition.clients)
     train, test = (np.array([len(s) for s in part]) for part in (partition.train, partition.test))
     federation = federation_of(train, test, settings, ranks.size)
     augment = None if config.data.augment == "none" else config.data.augment
-    here = _select_clients(partition, federation.placement.on(ranks.rank))
+    here = partition.select(federation.placement.on(ranks.rank).tolist())
     simulation = RankSimulation(
         ranks,
         federation,
@@ -116,18 +121,6 @@ def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
         config.transforms(),
     )
     return _PreparedRun(config, digest_inputs(config, dataset), partition, simulation)
-
-
-def _select_clients(partition: Partition, clients: np.ndarray) -> Partition:
-    names = tuple(partition.names[client] for client in clients) if partition.names else ()
-    return replace(
-        partition,
-        train=tuple(partition.train[client] for client in clients),
-        test=tuple(partition.test[client] for client in clients),
-        train_counts=partition.train_counts[clients],
-        test_counts=partition.test_counts[clients],
-        names=names,
-    )
 
 
 @contextlib.contextmanager

@@ -72,6 +72,11 @@ Record = Callable[[dict[str, Any]], None]
 def load_peer_config(folder: PeerFolder) -> Config:
     config = parse_config(folder.agreed_experiment, str(folder.path / "run.toml"))
     members = len(folder.roster.members)
+    if config.data.unseen is not None:
+        raise QuiverError(
+            "data.unseen between peers: a peer knows its own data alone, so nobody could test the "
+            "others; leave it out, and simulate the same configuration with it."
+        )
     if config.data.clients != members:
         raise QuiverError(
             f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "

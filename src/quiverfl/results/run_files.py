@@ -23,6 +23,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.results.formatting import write_result_file
 from quiverfl.results.palette import normalize_method
 from quiverfl.results.summary import (
+    STAGES,
     Evaluation,
     EvaluationProtocol,
     client_frame,
@@ -116,8 +117,9 @@ class RunResult:
 
     @cached_property
     def clients(self) -> int:
-        if len(self.history):
-            return int(self.history["client"].max()) + 1
+        taking_part = self.history[self.history["stage"].isin(STAGES)]
+        if len(taking_part):
+            return int(taking_part["client"].max()) + 1
         return int(self._section("data").get("clients") or 0)
 
     @cached_property

@@ -23,6 +23,7 @@ from quiverfl.results.palette import normalize_method
 from quiverfl.results.run_files import RunResult
 from quiverfl.results.summary import (
     STAGES,
+    UNSEEN_STAGES,
     Report,
     Weighting,
     client_scores,
@@ -134,6 +135,24 @@ def _score_row(
         np.mean([sum_costs(r.rounds).get("epsilon", np.nan) for r in group.runs])
     )
     return row
+
+
+def compare_unseen(groups: Sequence[Group], metric: str) -> pd.DataFrame:
+    """One row per experiment that held clients out: how these did, as they came and fitted."""
+    rows = []
+    for group in groups:
+        row: dict[str, object] = {"label": group.label, "case": group.case}
+        for stage in UNSEEN_STAGES:
+            scores = [run_scores(run, stage, "last", metric) for run in group.runs]
+            figures = [describe_spread(found, metric) for found in scores if len(found)]
+            row["clients"] = max((len(found) for found in scores), default=0)
+            means = [figure["mean"] for figure in figures]
+            row[f"{stage}_mean"] = float(np.mean(means)) if means else np.nan
+            row[f"{stage}_mean_seed_std"] = seed_std(means)
+            worst = [figure["worst10"] for figure in figures]
+            row[f"{stage}_worst10"] = float(np.mean(worst)) if worst else np.nan
+        rows.append(row)
+    return pd.DataFrame([row for row in rows if row["clients"]])
 
 
 def _score_run(

@@ -32,6 +32,9 @@ Evaluation: TypeAlias = tuple[int, str, dict[str, npt.NDArray[np.float64]]]
 Report: TypeAlias = Literal["last", "best", "last10"]
 REPORTS: tuple[Report, ...] = ("last", "best", "last10")
 STAGES = ("local", "mixed")
+UNSEEN_STAGES = ("unseen", "fitted")
+"""Of clients held out of the federation: as they come, and after they fitted their own part. Their
+rows count them from 0, as if there were no others."""
 
 
 def history_frame(evaluations: Iterable[Evaluation]) -> pd.DataFrame:
@@ -70,17 +73,33 @@ def _over_clients(name: str, value: Any) -> Any:
 def summarize(history: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, Any]:
     """The numbers of `summary.json`: every stage at last / best / last10, and what it all cost."""
     metric = headline_metric(history)
-    stages = {}
-    for stage in STAGES:
-        values = client_frame(history, stage, metric)
-        if len(values):
-            stages[stage] = {report: _summarize_stage(values, report, metric) for report in REPORTS}
-    return {"metric": metric, "stages": stages, **sum_costs(rounds)}
+    stages, unseen = (
+        _summarize_stages(history, names, metric) for names in (STAGES, UNSEEN_STAGES)
+    )
+    theirs = {"unseen": {"stages": unseen}} if unseen else {}
+    return {"metric": metric, "stages": stages, **theirs, **sum_costs(rounds)}
+
+
+def _summarize_stages(
+    history: pd.DataFrame, stages: Sequence[str], metric: str
+) -> dict[str, dict[Report, dict[str, float]]]:
+    frames = {stage: client_frame(history, stage, metric) for stage in stages}
+    return {
+        stage: {report: _summarize_stage(values, report, metric) for report in REPORTS}
+        for stage, values in frames.items()
+        if len(values)
+    }
 
 
 def drop_attackers(history: pd.DataFrame, attackers: Sequence[int]) -> pd.DataFrame:
     """Without the rows of clients that were made to attack."""
-    return history[~history["client"].isin(list(attackers))] if len(attackers) else history
+    return history[~_attack(history, attackers)] if len(attackers) else history
+
+
+def _attack(history: pd.DataFrame, attackers: Sequence[int]) -> pd.Series:
+    """Which rows are attackers': clients that nobody has seen are counted by themselves."""
+    found: pd.Series = history["client"].isin(list(attackers)) & history["stage"].isin(STAGES)
+    return found
 
 
 def summarize_attacked(
@@ -90,7 +109,7 @@ def summarize_attacked(
     found = summarize(drop_attackers(history, attackers), rounds)
     if not len(attackers):
         return found
-    theirs = summarize(history[history["client"].isin(list(attackers))], rounds)["stages"]
+    theirs = summarize(history[_attack(history, attackers)], rounds)["stages"]
     return {**found, "attackers": {"clients": list(attackers), "stages": theirs}}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 from rich.console import Console
@@ -20,6 +21,7 @@ from quiverfl.results.columns import (
     case_columns,
     cost_columns,
     difference_columns,
+    mean_column,
     number_column,
     stage_columns,
     target_columns,
@@ -35,7 +37,7 @@ from quiverfl.results.formatting import (
 from quiverfl.results.groups import Group, common_metric, split_by_case
 from quiverfl.results.palette import normalize_method
 from quiverfl.results.run_files import RunResult
-from quiverfl.results.scores import compare_groups, find_group, rounds_to_target
+from quiverfl.results.scores import compare_groups, compare_unseen, find_group, rounds_to_target
 from quiverfl.results.statistics import (
     REFERENCE,
     case_differences,
@@ -45,6 +47,7 @@ from quiverfl.results.statistics import (
 from quiverfl.results.summary import (
     REPORT_WORDS,
     STAGES,
+    UNSEEN_STAGES,
     UNTUNED,
     Report,
     Weighting,
@@ -119,7 +122,9 @@ def result_tables(groups: Sequence[Group], stages: Sequence[str] = STAGES) -> li
         scores = [case_table(groups, stages=stages)]
         for case, own in cases.items():
             scores.append(add_case_to_title(comparison_table(own, stages=stages), case))
-    return [*scores, *difference_tables(groups, stages=stages).values()]
+    unseen = unseen_table(groups)
+    rest = [] if unseen is None else [unseen]
+    return [*scores, *rest, *difference_tables(groups, stages=stages).values()]
 
 
 def add_case_to_title(table: Table, case: str) -> Table:
@@ -136,6 +141,28 @@ def cost_table(groups: Sequence[Group]) -> Table:
     )
     columns = cost_columns(to_rows(compare_groups(groups)))
     return make_table("Cost of a run", _row_names(groups), columns, caption)
+
+
+def unseen_table(groups: Sequence[Group]) -> Table | None:
+    """How clients did that were held out of the federation; None where no run held any out."""
+    metric = common_metric(groups)
+    rows = to_rows(compare_unseen(groups, metric))
+    if not rows:
+        return None
+    score = partial(numbers.format_score, metric=metric)
+    columns: list[FilledColumn] = []
+    for stage, above in zip(UNSEEN_STAGES, ("as they come", "after fitting"), strict=True):
+        columns.append(mean_column("mean", above, rows, stage, metric))
+        columns.append(number_column("worst 10 %", above, rows, f"{stage}_worst10", score))
+    columns.append(text_column("clients", "", rows, lambda row: str(row["clients"])))
+    caption = (
+        f"Test {metric} of clients that took no part, at their last evaluation, each on its own "
+        "test data: with what it is handed, and after it fitted its own part or a copy of the "
+        "whole model on its training data. Numbers are unweighted means over these clients."
+    )
+    title = f"Clients nobody has seen, {numbers.metric_unit(metric)}"
+    names = _row_names(groups)
+    return make_table(title, {row["label"]: names[row["label"]] for row in rows}, columns, caption)
 
 
 def target_table(groups: Sequence[Group], target: float, stage: str = "local") -> Table:
@@ -319,6 +346,9 @@ def print_comparison(console: Console, groups: Sequence[Group], stage: str = "lo
         if case:
             console.print(Text(f"\n{case}", style="bold"))
         _print_case(console, own, stages)
+    unseen = unseen_table(groups)
+    if unseen is not None:
+        console.print(format_rich(unseen, caption=False))
     console.print(Text(comparison_table(groups, stages=stages).caption, style="dim"))
 
 

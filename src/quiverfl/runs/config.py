@@ -33,6 +33,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticUndefined
 
+from quiverfl.data.unseen import UNSEEN_OPTIONS, Part, Start, When
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, suggest
 from quiverfl.identity import hash_settings, select_experiment_settings, select_run_settings
@@ -70,6 +71,13 @@ class DataConfig(Section):
     """Inputs stay on disk; a batch is read when it is used."""
     seed: int | None = None
     """Seed of the partition; the run's own unless given."""
+    unseen: int | tuple[int | str, ...] | None = None
+    """How many clients are held out of the federation, or which: numbers, or names of owners."""
+    unseen_start: Start = "random"
+    """Whose parameters each of them is handed (data/unseen.py)."""
+    unseen_epochs: int | None = None
+    unseen_part: Part | None = None
+    unseen_when: When = "last"
     options: Options = Field(default_factory=dict)
     """Options of the source, such as the columns of a table."""
 
@@ -79,6 +87,18 @@ class DataConfig(Section):
         if self.partition == "natural" and "clients" not in self.model_fields_set:
             object.__setattr__(self, "clients", None)
         return self
+
+    @model_validator(mode="after")
+    def _tests_of_somebody(self) -> DataConfig:
+        """Refuse to say how unseen clients are tested where there are none."""
+        for key in UNSEEN_OPTIONS:
+            default = type(self).model_fields[key].default
+            if self.unseen is None and getattr(self, key) != default:
+                raise ValueError(f"data.{key} needs data.unseen: say how many clients are held out")
+        return self
+
+    def unseen_options(self) -> Options:
+        return {key: getattr(self, key) for key in UNSEEN_OPTIONS}
 
     def partition_options(self) -> Options:
         named = ("alpha", "classes_per_client", "min_samples")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.federated import FederatedData, make_federated
+from quiverfl.data.federated import FederatedData, federate
 from quiverfl.data.partition import Partition, check_partition, make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checks.method import check_method_parts
@@ -99,7 +99,8 @@ class Experiment(ReprCard):
         found = load_data(config) if dataset is None else dataset
         shares = partition_data(config, found)
         augment = None if config.data.augment == "none" else config.data.augment
-        data = make_federated(found, shares, augment, config.data.mapped)
+        tests = config.data.unseen_options()
+        data = federate(found, shares, augment, config.data.mapped, tests)
         topology = make_run_topology(config, method, data.clients)
         return cls(config, found, make_task(config, found), data, shares, method, topology)
 
@@ -364,16 +365,19 @@ class DatasetCache:
 def partition_data(config: Config, dataset: Dataset) -> Partition:
     """Refused where nobody has test data."""
     data = config.data
+    seed = config.run.seed if data.seed is None else data.seed
     shares = make_partition(
         dataset,
         data.partition,
         data.clients,
-        config.run.seed if data.seed is None else data.seed,
+        seed,
         samples_per_client=data.samples_per_client,
         test_per_client=data.test_per_client,
         validation=data.validation,
         **data.partition_options(),
     )
+    if data.unseen is not None:
+        shares = shares.hold_out(data.unseen, seed)
     check_partition(dataset, shares)
     return shares
 

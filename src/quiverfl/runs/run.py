@@ -289,10 +289,15 @@ def _describe_run(run: Run, name: str | None) -> dict[str, dict[str, Any]]:
         source["name"] = name
     elif not source:
         source = {"name": "own arrays", "partition": "given", "digest": _hash_data(data)}
+    clients, unseen = data.clients, data.unseen
+    if unseen is not None:
+        clients += unseen.data.clients
+        held_out = list(unseen.data.names) or unseen.data.clients
+        source = {"unseen": held_out, **source, **unseen.record()}
     loss = getattr(task.loss, "__name__", type(task.loss).__name__)
     size = task.shared_layout.size + task.personal_layout.size
     return {
-        "data": {**source, "clients": data.clients},
+        "data": {**source, "clients": clients},
         "model": {
             "name": type(task.skeleton).__name__,
             "personal": list(task.personal),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from quiverfl.data.federated import FederatedData
@@ -23,6 +24,7 @@ from quiverfl.engine.local.programs import is_convolutional
 from quiverfl.engine.rounds import run_rounds
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.unseen import UnseenClients, check_unseen
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, QuiverError, Stopped
 from quiverfl.methods.contract import Method
 from quiverfl.runs.run import Run
@@ -30,7 +32,7 @@ from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
 from quiverfl.transforms import PLAIN, Transforms
-from quiverfl.transforms.attacks import Adversary
+from quiverfl.transforms.attacks import Adversary, choose_attackers
 from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
@@ -63,6 +65,9 @@ class Simulation:
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
+        if self.data.unseen is not None:
+            fits = (self.task, self.data, self.method, self.transforms, self.settings)
+            check_unseen(self.data.unseen, *fits)
 
     def shard(self, measured: Measurement | None = None) -> Shard:
         """The clients here, at the start."""
@@ -102,6 +107,15 @@ class Simulation:
         topology = seen_alone(self.topology) if peers else self.topology
         return topology.checked(graph_needs(self.method))
 
+    def _unseen(self, shard: Shard) -> UnseenClients | None:
+        """The clients that nobody has seen; attackers are not who they meet."""
+        if self.data.unseen is None:
+            return None
+        adversary, clients = self.transforms.adversary, self.topology.clients
+        attackers = choose_attackers(adversary, self.settings.seed, clients)
+        honest = np.setdiff1d(np.arange(clients), attackers)
+        return UnseenClients(shard, self.data.unseen, self._graphs, self.settings, honest)
+
     def exchange(self, shard: Shard) -> Exchange:
         return build_exchange(
             self.transforms, self.method, self.topology, self.settings, shard.outbox, shard.world
@@ -131,12 +145,15 @@ class Simulation:
                 shard.share_reports()
                 history, start = resume.history.copy(), resume.round
 
+            newcomers = self._unseen(shard)
             told = Recorders([history, *([] if recorder is None else [recorder])], callbacks)
 
             def after_round(round: int) -> None:
                 more = round + 1 < settings.rounds
                 due = not more or (round + 1) % settings.checkpoint_every == 0
                 stopping, enough = more and stop(), more and told.enough()
+                if newcomers is not None and newcomers.due(round, over=enough or not more):
+                    newcomers.test(round, told)
                 if checkpoint is not None and (stopping or enough or due):
                     checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
                 if stopping:

@@ -57,6 +57,7 @@ from quiverfl.results.tables import (
     cost_table,
     describe_unfinished,
     difference_tables,
+    unseen_table,
 )
 from quiverfl.support import durable
 
@@ -240,6 +241,9 @@ def results_section(groups: Sequence[Group], stages: Sequence[str], reference: s
         parts += _score_tables(case, own, stages)
         if case in differences:
             parts += [_pairs_heading(case, own, reference), data_table(differences[case], own)]
+    unseen = unseen_table(groups)
+    if unseen is not None:
+        parts += [tag("h3", unseen.title), data_table(unseen, groups)]
     return section(
         "results",
         "Results",
