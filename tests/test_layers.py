@@ -25,6 +25,7 @@ LAYERS = [
     {"transforms"},
     {"results"},
     {"engine"},
+    {"clock"},
     {"runs"},
     {"distributed", "peer", "sweeps"},
     {"laws"},

@@ -1,5 +1,8 @@
 """The public names, and where they come from. `__init__.py` reads this file when one is used."""
 
+from quiverfl.clock.devices import (
+    Devices as Devices,
+)
 from quiverfl.data.batches import (
     batch_order as batch_order,
 )
@@ -218,6 +221,9 @@ from quiverfl.runs.compare import (
 )
 from quiverfl.runs.experiment import (
     Experiment as Experiment,
+)
+from quiverfl.runs.retime import (
+    retime as retime,
 )
 from quiverfl.runs.run import (
     ClientState as ClientState,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +18,7 @@ from quiverfl.support.output_folders import refuse_foreign, refuse_other_file
 
 if TYPE_CHECKING:
     from quiverfl.results.groups import Group
+    from quiverfl.results.run_files import RunResult
 
 
 _BEGINNINGS = {".md": "**", ".csv": "label,", ".tex": r"\begin{table}"}
@@ -41,6 +43,13 @@ def report(
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write TensorBoard event files below this folder too.")
     ] = None,
+    devices: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with [devices] and [network]: give the runs their times."),
+    ] = None,
+    waits: Annotated[
+        str, typer.Option(help='With --devices: who is waited for, "graph" or "all".')
+    ] = "graph",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Compare runs: one HTML file that needs no network, and a table.
@@ -57,7 +66,8 @@ def report(
     for path in table or []:
         _check_table(path)
     page = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    groups = write_report(folders, page, stage.value)
+    prepare = None if devices is None else _retiming(devices, waits)
+    groups = write_report(folders, page, stage.value, prepare=prepare)
     for path in table or []:
         _write_table(groups, path, stage.value)
     if tensorboard is not None:
@@ -70,6 +80,19 @@ def report(
     print_comparison(console, groups, stage.value)
     print_differences(console, groups, stage.value)
     console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _retiming(path: Path, waits: str) -> Callable[[RunResult], RunResult]:
+    """Gives a run the seconds and joules of the devices that a file describes."""
+    from quiverfl.clock.settings import read_sections
+    from quiverfl.runs.config_files import read_toml
+    from quiverfl.runs.retime import retime_result
+
+    if waits not in ("graph", "all"):
+        raise QuiverError(f'--waits {waits}: write "graph" or "all".')
+    tree = read_toml(path, f"{path}: no such file.")
+    sections = read_sections(tree, str(path))
+    return lambda run: retime_result(run, *sections, waits)
 
 
 def _check_table(path: Path) -> None:

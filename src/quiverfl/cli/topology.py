@@ -150,6 +150,65 @@ def show(
         print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
+@app.command()
+def time(
+    devices: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with [devices] and [network]; the default is a 10× spread."),
+    ] = None,
+    clients: Annotated[int, typer.Option(min=3, help="Number of clients.")] = 20,
+    neighbors: Annotated[int, typer.Option(min=1, help="Neighbours of a client.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="Local steps of a round.")] = 24,
+    message_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message.")] = 244_000,
+    seed: Annotated[int, typer.Option(help="Seed of devices and graphs.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the first rounds into this file: .png, .svg or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Who waits for whom: seconds of a round under each kind of exchange, without training.
+
+    The same devices, local steps and bytes with a server, a barrier, an undirected exchange, a push
+    in step and a push without waiting.
+    """
+    from quiverfl.clock.settings import (
+        DeviceSettings,
+        NetworkSettings,
+        make_devices,
+        read_sections,
+    )
+    from quiverfl.clock.waiting import compare_waiting, draw_waiting
+    from quiverfl.runs.config_files import read_toml
+
+    if neighbors >= clients:
+        raise QuiverError(f"--neighbors {neighbors}: there are {clients} clients; give fewer.")
+    sections = (
+        DeviceSettings(step=0.5, spread=10.0),
+        NetworkSettings(up=1.25e6, spread=10.0, latency=0.05),
+    )
+    if devices is not None:
+        tree = read_toml(devices, f"{devices}: no such file.")
+        sections = read_sections(tree, str(devices))
+    made = make_devices(*sections, clients, seed)
+    found = compare_waiting(made, neighbors, rounds, steps, message_bytes, seed)
+    if picture is not None:
+        draw_waiting(found, picture, 6 * found["push"].seconds)
+    if as_json:
+        named = ("title", "seconds", "waiting", "slowest")
+        rows = {kind: {k: getattr(one, k) for k in named} for kind, one in found.items()}
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("exchange", "seconds a round", "slowest client", "waits"):
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    for one in found.values():
+        table.add_row(one.title, f"{one.seconds:.1f}", f"{one.slowest:.1f}", f"{one.waiting:.0%}")
+    _print(table)
+    if picture is not None:
+        print(f"picture: {picture}")
+
+
 def _looking(looks: ReportSpec) -> str:
     told = [name for name in ("loss", "norm") if getattr(looks, name)]
     told += [f"sketch of {looks.sketch} numbers"] if looks.sketch else []

@@ -149,10 +149,21 @@ def cost_columns(rows: Sequence[Row], above: str = "") -> list[FilledColumn]:
         number_column("busiest, a round", above, rows, "busiest_bytes", numbers.format_bytes),
         number_column("local steps", above, rows, "steps", numbers.format_count),
         number_column("time", above, rows, "seconds", numbers.format_duration),
+        *timed_columns(rows, above),
     ]
     if all(math.isnan(row["epsilon"]) for row in rows):
         return columns
     return [number_column("ε", above, rows, "epsilon", _format_epsilon), *columns]
+
+
+def timed_columns(rows: Sequence[Row], above: str = "") -> list[FilledColumn]:
+    """Seconds and joules on the runs' devices, where any run has devices."""
+    if all(math.isnan(row["clock"]) for row in rows):
+        return []
+    return [
+        number_column("on the clock", above, rows, "clock", numbers.format_duration),
+        number_column("energy", above, rows, "joules", numbers.format_energy),
+    ]
 
 
 def _format_epsilon(epsilon: float) -> str:

@@ -18,8 +18,10 @@ from quiverfl.results.scores import cost_by_round, run_scores
 from quiverfl.results.summary import mean_by_round
 from quiverfl.types import Floats
 
-Against: TypeAlias = Literal["rounds", "bytes", "steps"]
+Against: TypeAlias = Literal["rounds", "bytes", "steps", "clock", "joules"]
 AGAINST: tuple[Against, ...] = ("rounds", "bytes", "steps")
+TIMED: tuple[Against, ...] = ("clock", "joules")
+"""Of runs with devices, simulated or re-timed."""
 Range: TypeAlias = tuple[float, float]
 
 LATE = 5
@@ -34,6 +36,8 @@ AXIS_WORDS = {
     "rounds": "rounds",
     "bytes": "bytes over the network",
     "steps": "local steps, all clients together",
+    "clock": "seconds on the clock",
+    "joules": "joules, all clients together",
 }
 MOST_POINTS = 400
 
@@ -58,6 +62,12 @@ class Curve:
     def late(self) -> Range:
         begin = len(self.middle) // LATE
         return float(self.low[begin:].min()), float(self.high[begin:].max())
+
+
+def list_axes(groups: Sequence[Group]) -> tuple[Against, ...]:
+    """What curves can be drawn against: seconds and joules where a run has devices."""
+    timed = any("clock" in run.rounds for group in groups for run in group.runs)
+    return (*AGAINST, *TIMED) if timed else AGAINST
 
 
 def make_curves(groups: Sequence[Group], stage: str, against: Against, metric: str) -> list[Curve]:
@@ -164,7 +174,13 @@ def _curve(
 
 Chart: TypeAlias = dict[str, Any]
 _DIGITS = 6
-_KINDS = {"rounds": "whole", "bytes": "bytes", "steps": "whole"}
+_KINDS = {
+    "rounds": "whole",
+    "bytes": "bytes",
+    "steps": "whole",
+    "clock": "number",
+    "joules": "number",
+}
 
 
 def curve_chart(groups: Sequence[Group], stage: str, against: Against, metric: str) -> Chart:

@@ -247,6 +247,8 @@ def _label_spent(axes: Axes, against: Against) -> None:
     axes.set_xlabel(AXIS_WORDS[against])
     if against == "bytes":
         axes.xaxis.set_major_formatter(FuncFormatter(_short_size))
+    elif against in ("clock", "joules"):
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     elif against == "steps":
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.format_count(value)))
     else:

@@ -82,6 +82,13 @@ def format_duration(seconds: float) -> str:
     return f"{minutes:.1f} min" if minutes < 99.95 else f"{hours:.1f} h"
 
 
+def format_energy(joules: float) -> str:
+    if math.isnan(joules):
+        return DASH
+    unit = 0 if joules < 999.5 else 1 if joules < 999_500 else 2
+    return f"{joules / 1000**unit:.3g} {('J', 'kJ', 'MJ')[unit]}"
+
+
 # Files of results: written as a whole, with one sentence when that cannot be done.
 
 

@@ -64,7 +64,7 @@ def draw_graph(
     draw_circle(graph, circle, highlight=highlight)
     draw_weights(graph, matrix)
     try:
-        _save_picture(figure, target, title, format)
+        save_picture(figure, target, title, format)
     except OSError as problem:
         raise QuiverError(f"picture {str(target)!r} could not be written: {problem}") from None
 
@@ -79,7 +79,7 @@ def _choose_format(target: str | Path | BinaryIO, format: str | None) -> str:
     return format
 
 
-def _save_picture(figure: Figure, target: str | Path | BinaryIO, title: str, format: str) -> None:
+def save_picture(figure: Figure, target: str | Path | BinaryIO, title: str, format: str) -> None:
     """Write a picture under its title. Pictures have matplotlib's style, not that of curves."""
     from quiverfl.results.figures import render_figure
 
@@ -330,7 +330,7 @@ def draw_partition(
         bars, heat = figure.subplots(2, 1, sharex=True, height_ratios=(1, height))
         _draw_sizes(sizes, bars)
     draw_counts(counts, heat, class_names)
-    _save_picture(figure, target, title, format)
+    save_picture(figure, target, title, format)
 
 
 def draw_counts(

@@ -36,6 +36,8 @@ from quiverfl.results.summary import (
 )
 
 COSTS = ("bytes", "busiest_bytes", "steps", "seconds")
+TIMED = ("clock", "joules", "epsilon")
+"""Costs that only some runs have."""
 
 
 def compare_groups(
@@ -62,10 +64,11 @@ def run_scores(
 def rounds_to_target(
     groups: Sequence[Group], target: float | Mapping[str, float], stage: str = "local"
 ) -> pd.DataFrame:
-    """Rounds, bytes and local steps until the mean over clients first reaches the target.
+    """Rounds, bytes, local steps, seconds and joules until the mean first reaches the target.
 
     Rounds are counted from 1. A method that does not reach the target with every seed has none.
-    Speed-ups are over the slowest method of the case that does. Cases may have targets of their
+    Speed-ups are over the slowest method of the case that does. Seconds and joules are those of
+    runs with devices. Cases may have targets of their
     own, by their names.
     """
     metric = common_metric(groups)
@@ -81,8 +84,8 @@ def rounds_to_target(
             "seeds": len(group.runs),
             "reached": len(reached),
         }
-        for position, name in enumerate(("rounds", "bytes", "steps")):
-            numbers = [cost[position] for cost in reached]
+        for name in ("rounds", "bytes", "steps", "clock", "joules"):
+            numbers = [float(cost[name]) for cost in reached]
             everybody = len(reached) == len(group.runs)
             row[name] = float(np.mean(numbers)) if everybody else np.nan
             row[f"{name}_seed_std"] = seed_std(numbers) if everybody else np.nan
@@ -131,9 +134,8 @@ def _score_row(
                 row[f"{stage}_{name}_seed_std"] = seed_std(numbers)
     for name in COSTS:
         row[name] = float(np.mean([sum_costs(run.rounds)[name] for run in group.runs]))
-    row["epsilon"] = float(
-        np.mean([sum_costs(r.rounds).get("epsilon", np.nan) for r in group.runs])
-    )
+    for name in TIMED:
+        row[name] = float(np.mean([sum_costs(r.rounds).get(name, np.nan) for r in group.runs]))
     return row
 
 
@@ -228,31 +230,37 @@ def _local_beside(run: RunResult, groups: Sequence[Group]) -> RunResult | None:
     return min(beside, key=differences, default=None)
 
 
-def _first_reaching(
-    run: RunResult, target: float, stage: str, metric: str
-) -> tuple[float, float, float] | None:
-    """(rounds, bytes, steps) when the mean over clients first was at the target."""
+def _first_reaching(run: RunResult, target: float, stage: str, metric: str) -> pd.Series | None:
+    """What was spent when the mean over clients first was at the target."""
     means = mean_by_round(run.values(stage, metric))
     good = means >= target if higher_is_better(metric) else means <= target
     if not bool(good.any()):
         return None
-    spent = cost_by_round(run, stage).loc[means.index[int(np.argmax(good.to_numpy()))]]
-    return float(spent["rounds"]), float(spent["bytes"]), float(spent["steps"])
+    spent: pd.Series = cost_by_round(run, stage).loc[means.index[int(np.argmax(good.to_numpy()))]]
+    return spent
 
 
 def cost_by_round(run: RunResult, stage: str) -> pd.DataFrame:
-    """Rounds, bytes and local steps spent when a round is evaluated at a stage, by round.
+    """Rounds, bytes, local steps, seconds and joules spent when a round is evaluated, by round.
 
-    Stage `local` comes before the round's communication, whose bytes it has not cost yet.
+    Stage `local` comes before the round's communication, whose bytes it has not cost yet. Seconds
+    and joules are NaN for a run without devices.
     """
     index = pd.Index(run.rounds["round"].astype(int), name="round")
     crossed = cost_column(run.rounds, "network_bytes").to_numpy(dtype=np.float64)
     total = crossed.cumsum()
+    when = "clock_local" if stage == "local" else "clock"
+    timed = {"clock": run.rounds.get(when, np.nan), "joules": run.rounds.get("joules", np.nan)}
+    seconds, joules = (
+        np.asarray(v, dtype=np.float64) * np.ones(len(index)) for v in timed.values()
+    )
     return pd.DataFrame(
         {
             "rounds": index.to_numpy() + 1,
             "bytes": total - crossed if stage == "local" else total,
             "steps": cost_column(run.rounds, "steps").to_numpy(dtype=np.float64).cumsum(),
+            "clock": seconds,
+            "joules": joules.cumsum(),
         },
         index=index,
     )

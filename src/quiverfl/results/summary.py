@@ -197,6 +197,7 @@ def sum_costs(rounds: pd.DataFrame) -> dict[str, Any]:
 
     `bytes` cross the network, every message counted once; a server's own sending is among them.
     `busiest_bytes` is what the busiest node handles in its busiest round, the server too.
+    `seconds` were spent computing; `clock` and `joules` are those of the run's devices.
     """
     return {
         "bytes": int(cost_column(rounds, "network_bytes").sum()),
@@ -204,6 +205,8 @@ def sum_costs(rounds: pd.DataFrame) -> dict[str, Any]:
         "steps": int(cost_column(rounds, "steps").sum()),
         "seconds": float(cost_column(rounds, "seconds").sum()),
         **({"epsilon": float(rounds["epsilon"].max())} if "epsilon" in rounds else {}),
+        **({"clock": float(rounds["clock"].max())} if "clock" in rounds else {}),
+        **({"joules": float(rounds["joules"].sum())} if "joules" in rounds else {}),
     }
 
 

@@ -26,6 +26,7 @@ from quiverfl.results.columns import (
     stage_columns,
     target_columns,
     text_column,
+    timed_columns,
     to_rows,
 )
 from quiverfl.results.formatting import (
@@ -172,6 +173,7 @@ def target_table(groups: Sequence[Group], target: float, stage: str = "local") -
         *target_columns(rows),
         number_column("bytes", "", rows, "bytes", numbers.format_bytes),
         number_column("local steps", "", rows, "steps", numbers.format_count),
+        *timed_columns(rows),
         text_column(
             "seeds that reached it", "", rows, lambda row: f"{row['reached']} of {row['seeds']}"
         ),

@@ -89,6 +89,8 @@ COLUMNS = {
     "busiest_bytes": "cost/bytes of the busiest node",
     "steps": "cost/local steps of the round",
     "seconds": "cost/seconds of the round",
+    "clock": "cost/seconds on the clock",
+    "joules": "cost/joules of the round",
     "mu_min": "mass/smallest",
     "mu_max": "mass/largest",
     "consensus": "consensus distance",

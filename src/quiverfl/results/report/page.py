@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from quiverfl.errors import QuiverError
 from quiverfl.results import figures
 from quiverfl.results.curves import (
-    AGAINST,
     Against,
     Chart,
     clients_chart,
@@ -26,6 +25,7 @@ from quiverfl.results.curves import (
     has_consensus,
     has_moving_mass,
     is_agreed,
+    list_axes,
     list_metrics,
     mass_chart,
     records_consensus,
@@ -66,6 +66,8 @@ _CURVE_WORDS = {
     "bytes": "At equal communication. Every message counts once; stage “local” comes before the "
     "round's communication. A dotted line is the last value of a method that sent nothing.",
     "steps": "At equal computation: mini-batch steps of all clients together.",
+    "clock": "At equal time on the runs' devices: seconds until all clients have done the round.",
+    "joules": "At equal energy: training, waiting and bytes of all clients together.",
 }
 _CUT = (
     "Scales follow the values after the first fifth of the rounds, so that experiments that end "
@@ -77,17 +79,23 @@ LONGEST_TITLE = 80
 
 
 def write_report(
-    folders: Sequence[Path], out: Path, stage: str = "local", reference: str = REFERENCE
+    folders: Sequence[Path],
+    out: Path,
+    stage: str = "local",
+    reference: str = REFERENCE,
+    prepare: Callable[[RunResult], RunResult] | None = None,
 ) -> list[Group]:
     """Read the runs of some folders and write one page about them.
 
     `stage` comes first. Differences are taken to the method `reference`. An earlier report is
-    replaced; any other file in its place is left alone.
+    replaced; any other file in its place is left alone. `prepare` makes of every run what is
+    reported.
     """
     durable.check_writable(out)
     if out.exists() and not _is_report(out):
         raise QuiverError(f"{out} exists and is not a report of Quiver: choose another --out.")
-    groups = group_runs(find_runs(folders))
+    runs = find_runs(folders)
+    groups = group_runs(runs if prepare is None else map(prepare, runs))
     write_result_file(out, make_report(groups, stage, reference).encode("utf-8"))
     return groups
 
@@ -280,8 +288,9 @@ def curves_section(groups: Sequence[Group], stages: Sequence[str]) -> Markup:
     if any(len(group.runs) > 1 for group in groups):
         words += " Lines are means over seeds, bands reach from the lowest seed to the highest."
     rows, cut = [], False
-    for against in AGAINST:
-        rows.append(tag("h3", f"Against {against if against != 'steps' else 'local steps'}"))
+    for against in list_axes(groups):
+        words = {"steps": "local steps", "clock": "seconds"}.get(against, against)
+        rows.append(tag("h3", f"Against {words}"))
         rows.append(lead_paragraph(_CURVE_WORDS[against]))
         for metric in metrics if against == "rounds" else metrics[:1]:
             charts = [curve_chart(groups, stage, against, metric) for stage in stages]

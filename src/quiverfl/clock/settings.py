@@ -1,0 +1,222 @@
+"""[devices], [network] and [clock] of a configuration, and what they come to: a Timing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from quiverfl.clock.devices import Devices, draw_traces
+from quiverfl.clock.formats import read_devices, read_traces
+from quiverfl.errors import QuiverError, suggest
+from quiverfl.options import NotNegative, Positive, check_options, python_number
+
+Waits = Literal["all", "graph", "pairs", "nobody"]
+Away = Literal["wait", "skip"]
+ASYNCHRONOUS = ("pairs", "nobody")
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """Section [devices]: how fast clients compute, what they draw, and when they are there.
+
+    `step` is the seconds of a local step of the slowest client. The fastest is `spread` times as
+    fast, log-uniformly; with `sigma` steps are log-normal with median `step`. `file` gives them
+    (clock/formats.py). `away` is the share of time that clients are away, `mean_on` how many
+    seconds they stay on average; `traces` is a file that says it. `watts` are drawn in training
+    and otherwise.
+    """
+
+    step: Positive = 0.1
+    spread: Positive = 1.0
+    sigma: NotNegative | None = None
+    file: str | None = None
+    away: float = 0.0
+    mean_on: Positive = 120.0
+    traces: str | None = None
+    watts: tuple[float, float] = (5.0, 0.5)
+
+    def __post_init__(self) -> None:
+        check_options(self, "devices")
+        if self.spread < 1:
+            raise QuiverError(f"devices.spread = {self.spread:g}: it must be 1 or more.")
+        if self.sigma is not None and self.spread != 1:
+            raise QuiverError("devices.sigma and devices.spread: give one of them.")
+        watts = tuple(self.watts) if isinstance(self.watts, list | tuple) else (self.watts,)
+        if len(watts) != 2 or any(isinstance(w, bool | str) or not w >= 0 for w in watts):
+            raise QuiverError(
+                f"devices.watts = {self.watts!r}: give two numbers, 0 or more: in training and "
+                "otherwise, such as [5.0, 0.5]."
+            )
+        object.__setattr__(self, "watts", watts)
+        if not 0 <= self.away < 1:
+            raise QuiverError(
+                f"devices.away = {self.away:g}: it must be in [0, 1); who is always away is no "
+                "client."
+            )
+        if self.away and self.traces is not None:
+            raise QuiverError("devices.away and devices.traces: give one of them.")
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Section [network]: bytes a second of the fastest uplink and downlink, and what they cost.
+
+    The slowest link is `spread` times as slow, log-uniformly. `server` is the bandwidth of a
+    server in each direction, `latency` the seconds that every message takes beside its bytes.
+    """
+
+    up: Positive = 1.25e6
+    down: Positive | None = None
+    spread: Positive = 1.0
+    latency: NotNegative = 0.0
+    server: Positive = 12.5e6
+    joules_per_mb: NotNegative = 1.0
+
+    def __post_init__(self) -> None:
+        check_options(self, "network")
+        if self.spread < 1:
+            raise QuiverError(f"network.spread = {self.spread:g}: it must be 1 or more.")
+
+
+@dataclass(frozen=True)
+class ClockSettings:
+    """Section [clock]: who waits for whom, and how long the run is.
+
+    `waits`: a client's next round begins when everybody is done ("all"), when what its graph
+    promises is here ("graph"), when the next client that is ready has exchanged with it ("pairs"),
+    or at once ("nobody"). "pairs" and "nobody" run `until` so many seconds and evaluate every
+    `evaluate_every` seconds, by default ten times. In the others `away = "skip"` leaves out of a
+    round who is away when it begins, and `deadline` what has not arrived so many seconds after its
+    receiver was done.
+    """
+
+    waits: Waits | None = None
+    until: Positive | None = None
+    evaluate_every: Positive | None = None
+    away: Away = "wait"
+    deadline: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self, "clock")
+        if self.waits is not None and self.waits not in get_args(Waits):
+            raise QuiverError(
+                f"clock.waits = {self.waits!r}: {suggest(str(self.waits), get_args(Waits))}"
+            )
+        if self.waits is None:
+            given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+            if given:
+                raise QuiverError(
+                    f'clock.{given[0]} without clock.waits: say who waits: "all", "graph", "pairs" '
+                    'or "nobody".'
+                )
+        elif self.waits in ASYNCHRONOUS:
+            self._check_asynchronous()
+        else:
+            for name in ("until", "evaluate_every"):
+                if getattr(self, name) is not None:
+                    raise QuiverError(
+                        f'clock.{name} with clock.waits = "{self.waits}": rounds end it, so give '
+                        f'run.{"rounds" if name == "until" else name}, or waits = "nobody".'
+                    )
+
+    def _check_asynchronous(self) -> None:
+        if self.until is None:
+            raise QuiverError(
+                f'clock.waits = "{self.waits}" without clock.until: nobody counts rounds, so such '
+                "a run would never end; give seconds, such as until = 3600."
+            )
+        if self.evaluate_every is not None and self.evaluate_every > self.until:
+            raise QuiverError(
+                f"clock.evaluate_every = {self.evaluate_every:g} is after clock.until = "
+                f"{self.until:g}: give less."
+            )
+        if self.deadline is not None or self.away != "wait":
+            name = "away" if self.deadline is None else "deadline"
+            raise QuiverError(
+                f'clock.{name} with clock.waits = "{self.waits}": nobody waits for those away; '
+                "leave it out."
+            )
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.waits in ASYNCHRONOUS
+
+    @property
+    def times(self) -> list[float]:
+        """When an asynchronous run is evaluated, in seconds; the last time is its end."""
+        assert self.until is not None
+        every = self.until / 10 if self.evaluate_every is None else self.evaluate_every
+        count = math.ceil(self.until / every - 1e-9)
+        return [*(every * (k + 1) for k in range(count - 1)), self.until]
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """The clock of a run: its devices, and the fields of ClockSettings."""
+
+    devices: Devices
+    clock: ClockSettings
+
+    def __init__(self, devices: Devices, **options: Any) -> None:
+        known = [field.name for field in fields(ClockSettings)]
+        for name in options:
+            if name not in known:
+                raise QuiverError(f"Timing has no option {name!r}; {suggest(name, known)}")
+        if not isinstance(devices, Devices):
+            raise QuiverError(f"devices is a {type(devices).__name__}: give qv.Devices(…).")
+        object.__setattr__(self, "devices", devices)
+        clock = ClockSettings(**python_number({"waits": "graph", **options}))
+        object.__setattr__(self, "clock", clock)
+
+
+def make_devices(
+    devices: DeviceSettings,
+    network: NetworkSettings,
+    clients: int,
+    seed: int,
+    batch_size: int | None = None,
+) -> Devices:
+    """The devices that two sections describe."""
+    if devices.traces is None:
+        traces = draw_traces(clients, devices.away, devices.mean_on, seed)
+    else:
+        traces = read_traces(Path(devices.traces), clients, seed)
+    drawn = Devices.drawn(
+        clients,
+        step=devices.step,
+        spread=devices.spread,
+        sigma=devices.sigma,
+        up=network.up,
+        down=network.down,
+        link_spread=network.spread,
+        seed=seed,
+        latency=network.latency,
+        server=network.server,
+        watts=devices.watts[0],
+        idle_watts=devices.watts[1],
+        joules_per_mb=network.joules_per_mb,
+    )
+    values: dict[str, Any] = {f.name: getattr(drawn, f.name) for f in fields(Devices)}
+    if devices.file is not None:
+        read = read_devices(Path(devices.file), clients, seed, batch_size, devices.step)
+        values.update(read)
+    return Devices(**{**values, "traces": traces})
+
+
+def read_sections(tree: Mapping[str, Any], source: str) -> tuple[DeviceSettings, NetworkSettings]:
+    """The two sections of a file that describes devices and nothing else needs."""
+    made: list[Any] = []
+    for section, kind in (("devices", DeviceSettings), ("network", NetworkSettings)):
+        values = tree.get(section, {})
+        if not isinstance(values, Mapping):
+            raise QuiverError(f"{source}: {section} must be a section: write [{section}].")
+        known = [field.name for field in fields(kind)]
+        for name in values:
+            if name not in known:
+                raise QuiverError(f"{source}: unknown key {section}.{name}; {suggest(name, known)}")
+        make: Any = kind
+        made.append(make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}))
+    return made[0], made[1]

@@ -1,0 +1,148 @@
+"""Seconds and joules for a finished synchronous run on given devices; nothing is trained.
+
+Who trains, who sends to whom, how many steps and bytes: a run has recorded what time is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quiverfl.clock.devices import Devices
+from quiverfl.clock.rounds import RoundTimer, RoundTimes, choose_kind
+from quiverfl.clock.settings import DeviceSettings, NetworkSettings, make_devices
+from quiverfl.errors import QuiverError
+from quiverfl.results.run_files import RunResult, read_lines
+from quiverfl.results.summary import rounds_frame, summarize_attacked
+from quiverfl.runs.experiment import make_method, make_run_topology
+from quiverfl.runs.folder import RunFolder
+from quiverfl.runs.run import AnyRun, Run, SavedRun
+from quiverfl.topologies.analysis import graph_from_text
+from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.topology import Topology, count_uploads
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Record = Mapping[str, Any]
+
+
+class RetimedRun(AnyRun):
+    """A run with the times of given devices: what it learned is as it was.
+
+    `rounds` has three more columns: `clock` (seconds when all clients have mixed), `clock_local`
+    (when all have trained) and `joules` of the round. `times` has them for each client.
+    """
+
+    def __init__(self, run: Run | SavedRun, times: list[RoundTimes], records: list[Record]) -> None:
+        self.run, self.times = run, times
+        self.method_title, self.clients = run.method_title, run.clients
+        self.planned_rounds, self._records = run.planned_rounds, records
+
+    @property
+    def done_rounds(self) -> int:
+        return self.run.done_rounds
+
+    @property
+    def history(self) -> pd.DataFrame:
+        return self.run.history
+
+    @property
+    def rounds(self) -> pd.DataFrame:
+        return rounds_frame(self._records)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        attackers = self.run.summary.get("attackers", {}).get("clients", [])
+        return {**self.run.summary, **summarize_attacked(self.history, self.rounds, attackers)}
+
+
+def retime(run: Run | SavedRun | Path | str, devices: Devices, waits: str = "graph") -> RetimedRun:
+    """Give a synchronous run the seconds and joules that it would have taken on these devices.
+
+    `waits` is "graph" (a client goes on when what its graph promises is here) or "all" (when
+    everybody is done). A run folder does as well as a run.
+    """
+    if waits not in ("graph", "all"):
+        raise QuiverError(
+            f'waits = {waits!r}: a synchronous run waits for "graph" or "all"; a run in which '
+            "nobody waits is another run (clock.waits)."
+        )
+    if isinstance(run, Path | str):
+        from quiverfl.runs.run import load_run
+
+        run = load_run(run)
+    if isinstance(run, SavedRun):
+        topology: Topology | None = _read_topology(run.path, run.clients)
+        records: list[Record] = list(read_lines(run.path / "rounds.jsonl"))
+    elif isinstance(run, Run):
+        topology, records = run.simulation.topology, list(run._history.records)
+    else:
+        raise QuiverError(f"retime: {type(run).__name__} is no run: give a Run or a run folder.")
+    times = time_records(records, topology, devices.check_clients(run.clients), waits)
+    return RetimedRun(run, times, add_times(records, times))
+
+
+def retime_result(
+    result: RunResult, devices: DeviceSettings, network: NetworkSettings, waits: str = "graph"
+) -> RunResult:
+    """The same for the report: a run folder's result with the columns of time."""
+    config = RunFolder(result.path).config()
+    seed, size = config.run.seed, config.training.batch_size
+    made = make_devices(devices, network, result.clients, seed, size)
+    records = read_lines(result.path / "rounds.jsonl")
+    topology = _read_topology(result.path, result.clients)
+    times = time_records(records, topology, made, waits)
+    return replace(result, rounds=rounds_frame(add_times(records, times)))
+
+
+def time_records(
+    records: Iterable[Record], topology: Topology | None, devices: Devices, waits: str
+) -> list[RoundTimes]:
+    """The times of recorded rounds, in order."""
+    timer: RoundTimer | None = None
+    times = []
+    for record in _latest(records):
+        if "jobs" in record:
+            raise QuiverError(
+                "this run was simulated without waiting for each other: its seconds are its own, "
+                "and on other devices it would be another run."
+            )
+        graph = _graph_of(record, topology)
+        if timer is None:
+            timer = RoundTimer(devices, choose_kind(graph, waits))
+        sent, uploads = np.asarray(record["sent_bytes"]), count_uploads(graph)
+        payload = np.where(uploads > 0, sent // np.maximum(uploads, 1), 0)
+        steps = np.asarray(record["steps"], dtype=np.int64)
+        times.append(timer.advance(graph, steps, payload.astype(np.int64)))
+    return times
+
+
+def add_times(records: Iterable[Record], times: Iterable[RoundTimes]) -> list[Record]:
+    return [{**r, **t.record()} for r, t in zip(_latest(records), times, strict=True)]
+
+
+def _latest(records: Iterable[Record]) -> list[Record]:
+    """One record of every round, as it was recorded last, in order."""
+    latest = {int(record["round"]): record for record in records}
+    return [record for _, record in sorted(latest.items())]
+
+
+def _graph_of(record: Record, topology: Topology | None) -> Graph:
+    if isinstance(record.get("links"), str):
+        return graph_from_text(record["links"])
+    if topology is None or topology.reports is not None:
+        raise QuiverError(
+            f"round {record['round']} has no record of its graph, which depended on the run: its "
+            "times cannot be told."
+        )
+    return topology(int(record["round"]))
+
+
+def _read_topology(folder: Path, clients: int) -> Topology:
+    config = RunFolder(folder).config()
+    return make_run_topology(config, make_method(config), clients)
