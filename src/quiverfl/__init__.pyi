@@ -55,6 +55,9 @@ from quiverfl.methods import (
     APFL as APFL,
 )
 from quiverfl.methods import (
+    KGT as KGT,
+)
+from quiverfl.methods import (
     METHODS as METHODS,
 )
 from quiverfl.methods import (
@@ -65,6 +68,9 @@ from quiverfl.methods import (
 )
 from quiverfl.methods import (
     SCAFFOLD as SCAFFOLD,
+)
+from quiverfl.methods import (
+    DePRL as DePRL,
 )
 from quiverfl.methods import (
     DFedAvgM as DFedAvgM,
@@ -79,7 +85,13 @@ from quiverfl.methods import (
     DFedPGPSAM as DFedPGPSAM,
 )
 from quiverfl.methods import (
+    DFedSalt as DFedSalt,
+)
+from quiverfl.methods import (
     DFedSAM as DFedSAM,
+)
+from quiverfl.methods import (
+    DFedSGPSM as DFedSGPSM,
 )
 from quiverfl.methods import (
     DisPFL as DisPFL,

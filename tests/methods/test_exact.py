@@ -12,6 +12,8 @@ from torch import nn
 
 import quiverfl as qv
 from quiverfl.methods.dispfl import erk_counts, regrow_mask
+from quiverfl.runs.compare import check_methods
+from quiverfl.runs.config import parse_config
 from quiverfl.trees import Layout
 from small import CLIENTS, PUSH, REGULAR, STAR, TRAINING, simulate, tiny_data, tiny_task
 
@@ -108,7 +110,12 @@ class Quadratic(nn.Module):
 CENTRES = np.arange(30, dtype=np.float64).reshape(6, 1, 5) / 10
 
 
-def quadratic_run(method: qv.Method, topology: qv.Topology, rounds: int) -> qv.Run:
+def quadratic_run(
+    method: qv.Method,
+    topology: qv.Topology,
+    rounds: int,
+    training: qv.Training = qv.Training(lr=0.5, lr_decay=0.97, batch_size=None),
+) -> qv.Run:
     pairs = [(centre, np.zeros((1, 1))) for centre in CENTRES]
     task = qv.Task(model=Quadratic, loss=lambda out, _: out.square().sum(dim=-1) / 2, metrics={})
     return qv.simulate(
@@ -116,7 +123,7 @@ def quadratic_run(method: qv.Method, topology: qv.Topology, rounds: int) -> qv.R
         qv.FederatedData.from_arrays(pairs, pairs),
         method=method,
         topology=topology,
-        training=qv.Training(lr=0.5, lr_decay=0.97, batch_size=None),
+        training=training,
         rounds=rounds,
         dtype=torch.float64,
         threads=1,
@@ -149,6 +156,32 @@ def test_7_whole_model_methods_find_the_mean(method: object, topology: qv.Topolo
     mean = torch.from_numpy(CENTRES[:, 0].mean(axis=0))
     found = torch.cat([model["shared"], model["head"]]).detach()
     torch.testing.assert_close(found, mean, rtol=0, atol=1e-2)
+
+
+def test_7_corrections_take_kgt_to_the_optimum_that_local_steps_miss() -> None:
+    """On a ring, at a constant rate; their mean stays 0 in every round."""
+    mean = torch.from_numpy(CENTRES[:, 0].mean(axis=0))
+    apart = []
+    for method in (qv.KGT(epochs=3), qv.DFedAvgM(epochs=3)):
+        run = quadratic_run(method, qv.ring(clients=6), 100, qv.Training(lr=0.1, batch_size=None))
+        model = dict(run.personal(2).named_parameters())
+        found = torch.cat([model["shared"], model["head"]]).detach()
+        apart.append(float((found - mean).norm()))
+        if method.name == "kgt":
+            corrections = run._shard.state.correction_u
+            assert float(corrections.mean(dim=0).abs().max()) < 1e-14 < float(corrections.norm())
+    assert apart[0] < 1e-6
+    assert apart[1] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [("dfedalt", "dfedavgmp"), ("fedalt", "fedrep"), ("fedsim", "fedper")]
+)
+def test_another_name_for_a_method_gives_its_run(alias: str, name: str) -> None:
+    assert type(qv.METHODS.find(alias)()) is type(qv.METHODS[name]())
+    one, other = (parse_config({"method": {"name": which}}) for which in (alias, name))
+    assert one == other == parse_config({}).for_method(alias)
+    assert check_methods(["local", alias]) == ["local", name]
 
 
 @pytest.mark.parametrize("method", [qv.Local(), qv.Ditto(proximal=0.0), qv.DisPFL(density=1.0)])

@@ -14,11 +14,12 @@ METHODS = ("Local", "FedAvg", "FedPer", "FedRep", "FedBABU", "Ditto", "DFedAvgM"
 METHODS += ("OSGP", "DisPFL", "DFedPGP")
 METHODS += ("FedProx", "SCAFFOLD", "MOON", "FedProto", "APFL", "PFedMe", "PerFedAvg")
 METHODS += ("DFedSAM", "DFedPGPSAM", "PushDIGing")
+METHODS += ("DFedSalt", "DFedSGPSM", "DePRL", "KGT")
 STARS = ("FedAvg", "FedPer", "FedRep", "FedBABU", "Ditto")
 STARS += ("FedProx", "SCAFFOLD", "MOON", "FedProto", "APFL", "PFedMe", "PerFedAvg")
 PUSHES = ("OSGP", "OSGP, floor", "DFedPGP", "DFedPGP, floor")
 PUSHES += ("DFedPGPSAM", "DFedPGPSAM, floor", "PushDIGing")
-PUSHES += ("OSGP, debiased", "DFedPGP, debiased", "DFedPGPSAM, debiased")
+PUSHES += ("OSGP, debiased", "DFedPGP, debiased", "DFedPGPSAM, debiased", "DFedSGPSM")
 EXECUTORS = ("vectorized", "sequential")
 
 

@@ -51,6 +51,10 @@ METHODS: list[tuple[Any, list[Graphs]]] = [
     (qv.DFedSAM(epochs=2), [REGULAR, SOME]),
     (qv.DFedPGPSAM(shared_epochs=2), [PUSH, PULL, AWAY]),
     (qv.PushDIGing(), [PUSH, AWAY]),
+    (qv.DFedSalt(shared_epochs=2), [REGULAR]),
+    (qv.DFedSGPSM(epochs=2), [PUSH, AWAY]),
+    (qv.DePRL(personal_steps=2), [REGULAR]),
+    (qv.KGT(epochs=2, mixing_lr=0.8), [REGULAR, SOME]),
 ]
 """One row per method: a new method is a row here, and every law below is tried on it."""
 

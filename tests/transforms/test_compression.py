@@ -270,6 +270,7 @@ def test_every_method_is_decided_upon() -> None:
     named = {method.name for method, _ in METHODS}
     assert named == set(qv.METHODS)
     sent = {"osgp", "dfedpgp", "dfedpgpsam", "pushdiging", "dfedavgm", "dfedavgmp", "dfedsam"}
+    sent |= {"dfedsalt", "dfedsgpsm", "deprl", "kgt"}
     assert named - set(REFUSED) == sent
 
 

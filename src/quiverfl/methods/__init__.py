@@ -16,11 +16,14 @@ from quiverfl.methods.contract import (
     Train,
     Trained,
 )
+from quiverfl.methods.deprl import DePRL
 from quiverfl.methods.dfedavgm import DFedAvgM
 from quiverfl.methods.dfedavgmp import DFedAvgMP
 from quiverfl.methods.dfedpgp import DFedPGP
 from quiverfl.methods.dfedpgpsam import DFedPGPSAM
+from quiverfl.methods.dfedsalt import DFedSalt
 from quiverfl.methods.dfedsam import DFedSAM
+from quiverfl.methods.dfedsgpsm import DFedSGPSM
 from quiverfl.methods.dispfl import DisPFL
 from quiverfl.methods.ditto import Ditto
 from quiverfl.methods.fedavg import FedAvg
@@ -29,6 +32,7 @@ from quiverfl.methods.fedper import FedPer
 from quiverfl.methods.fedproto import FedProto
 from quiverfl.methods.fedprox import FedProx
 from quiverfl.methods.fedrep import FedRep
+from quiverfl.methods.kgt import KGT
 from quiverfl.methods.local import Local
 from quiverfl.methods.moon import MOON
 from quiverfl.methods.osgp import OSGP
@@ -61,8 +65,13 @@ _METHODS: dict[str, Callable[..., Method]] = {
     "dispfl": DisPFL,
     "dfedpgp": DFedPGP,
     "dfedpgpsam": DFedPGPSAM,
+    "dfedsalt": DFedSalt,
+    "dfedsgpsm": DFedSGPSM,
+    "deprl": DePRL,
+    "kgt": KGT,
 }
-METHODS = Registry("method", _METHODS, own="module:Class", key="method.name")
+_ALIASES = {"dfedalt": "dfedavgmp", "fedalt": "fedrep", "fedsim": "fedper"}
+METHODS = Registry("method", _METHODS, own="module:Class", key="method.name", aliases=_ALIASES)
 
 
 def method_title(name: str) -> str:
@@ -91,6 +100,7 @@ refuse_old_names(
 
 __all__ = [
     "APFL",
+    "KGT",
     "METHODS",
     "MOON",
     "OSGP",
@@ -100,6 +110,9 @@ __all__ = [
     "DFedPGP",
     "DFedPGPSAM",
     "DFedSAM",
+    "DFedSGPSM",
+    "DFedSalt",
+    "DePRL",
     "DisPFL",
     "Ditto",
     "FedAvg",

@@ -37,11 +37,14 @@ def train_whole(epochs: int, **more: Any) -> Train:
     )
 
 
-def train_personal(epochs: int, point: Callable[[Any], Params] = model_params) -> Train:
+def train_personal(
+    epochs: int | None, point: Callable[[Any], Params] = model_params, steps: int | None = None
+) -> Train:
     """v with its own rate; the rest of the point stands still."""
     return Train(
         part="personal",
         epochs=epochs,
+        steps=steps,
         params=point,
         update=lambda state, trained: state._replace(v=trained.personal),
         use_personal_lr=True,
@@ -49,13 +52,14 @@ def train_personal(epochs: int, point: Callable[[Any], Params] = model_params) -
     )
 
 
-def train_shared(epochs: int) -> Train:
+def train_shared(epochs: int | None, **more: Any) -> Train:
     """u; v stands still."""
     return Train(
         part="shared",
         epochs=epochs,
         params=model_params,
         update=lambda state, trained: state._replace(u=trained.shared),
+        **more,
     )
 
 

@@ -172,6 +172,7 @@ def check_methods(methods: Any) -> list[str]:
         if not isinstance(name, str):
             raise QuiverError(f"methods: {name!r}: give names, such as 'dfedpgp'.")
         METHODS.find(name)
+    names = [METHODS.resolve_alias(name) for name in names]
     if not names:
         raise QuiverError("methods: name at least one, or 'all'.")
     return names

@@ -139,6 +139,12 @@ class MethodConfig(Section):
 
     name: str = "dfedpgp"
 
+    @field_validator("name")
+    @classmethod
+    def _own_name(cls, name: str) -> str:
+        """Another name for a method, such as dfedalt, gives the run of the method's own name."""
+        return METHODS.resolve_alias(name)
+
     def options(self) -> Options:
         return dict(self.model_extra or {})
 
@@ -202,6 +208,7 @@ class Config(Section):
     def for_method(self, name: str) -> Config:
         """Return the configuration of another method: its own options only, and its overrides."""
         METHODS.find(name)
+        name = METHODS.resolve_alias(name)
         tree = self.model_dump(mode="json", exclude_unset=True)
         if tree.get("method", {}).get("name", MethodConfig().name) != name:
             tree["method"] = {"name": name}

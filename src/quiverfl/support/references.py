@@ -29,11 +29,23 @@ class Registry(dict[str, Entry]):
     """Entries by name. An unknown name is refused with the nearest known one."""
 
     def __init__(
-        self, kind: str, entries: Mapping[str, Entry], own: str = "", key: str = ""
+        self,
+        kind: str,
+        entries: Mapping[str, Entry],
+        own: str = "",
+        key: str = "",
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """`own` says how to name code of your own, `key` which key of a configuration names it."""
+        """`own` says how to name code of your own, `key` which key of a configuration names it.
+
+        `aliases` are other names for entries.
+        """
         super().__init__(entries)
-        self.kind, self.own, self.key = kind, own, key
+        self.kind, self.own, self.key, self.aliases = kind, own, key, dict(aliases or {})
+
+    def resolve_alias(self, name: str) -> str:
+        """The entry's own name, of another name for it."""
+        return self.aliases.get(name, name)
 
     def find(self, name: str) -> Entry:
         """The entry of this name, or your own code by `module:function` where that is allowed."""
@@ -44,6 +56,7 @@ class Registry(dict[str, Entry]):
 
     def lookup(self, name: str) -> Entry:
         """The entry of this name."""
+        name = self.resolve_alias(name)
         if name not in self:
             what = f"{self.key} = {name!r}: unknown {self.kind}"
             what = what if self.key else f"unknown {self.kind} {name!r}"

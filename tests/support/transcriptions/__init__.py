@@ -6,11 +6,14 @@ a deliberate error: the tests show that the product differs from every one of th
 """
 
 from transcriptions.apfl import apfl
+from transcriptions.deprl import deprl
 from transcriptions.dfedavgm import dfedavgm
 from transcriptions.dfedavgmp import dfedavgmp
 from transcriptions.dfedpgp import dfedpgp
 from transcriptions.dfedpgpsam import dfedpgpsam
+from transcriptions.dfedsalt import dfedsalt
 from transcriptions.dfedsam import dfedsam
+from transcriptions.dfedsgpsm import dfedsgpsm
 from transcriptions.dispfl import dispfl
 from transcriptions.ditto import ditto
 from transcriptions.fedavg import fedavg
@@ -19,6 +22,7 @@ from transcriptions.fedper import fedper
 from transcriptions.fedproto import fedproto
 from transcriptions.fedprox import fedprox
 from transcriptions.fedrep import fedrep
+from transcriptions.kgt import kgt
 from transcriptions.local import local
 from transcriptions.moon import moon
 from transcriptions.osgp import osgp
@@ -29,11 +33,14 @@ from transcriptions.scaffold import scaffold
 
 __all__ = [
     "apfl",
+    "deprl",
     "dfedavgm",
     "dfedavgmp",
     "dfedpgp",
     "dfedpgpsam",
+    "dfedsalt",
     "dfedsam",
+    "dfedsgpsm",
     "dispfl",
     "ditto",
     "fedavg",
@@ -42,6 +49,7 @@ __all__ = [
     "fedproto",
     "fedprox",
     "fedrep",
+    "kgt",
     "local",
     "moon",
     "osgp",

@@ -49,6 +49,8 @@ PFEDME = {"steps": 3, "inner_steps": 2, "proximal": 1.5}
 PER = {"epochs": 2, "inner_lr": 0.3}
 SAM = {"epochs": 2, "rho": 0.3}
 PGP_SAM = {**ALTERNATING, "rho": 0.3}
+DEPRL = {"personal_steps": 3, "shared_steps": 2}
+KGT = {"epochs": 2, "mixing_lr": 0.7}
 SOME_IDLE = (1, 0, 2, 3, 0, 1)
 FULL: dict[str, Any] = {"batch_size": None, "epochs_per_client": None}
 PLAIN_RATE: dict[str, Any] = {"personal_lr": None, "clip_norm": None}
@@ -176,6 +178,19 @@ CASES: dict[str, Case] = {
     "DFedPGPSAM, offline": Case("DFedPGPSAM", PGP_SAM, some_offline(push), rounds=5),
     "DFedPGPSAM, floor": Case("DFedPGPSAM", {**PGP_SAM, "step_floor": 0.8}, push),
     "DFedPGPSAM, debiased": Case("DFedPGPSAM", {**PGP_SAM, "step": "debiased"}, push),
+    "DFedSalt": Case("DFedSalt", PGP_SAM, regular),
+    "DFedSalt, full batch": Case("DFedSalt", PGP_SAM, ring, **FULL),
+    "DFedSalt, offline": Case("DFedSalt", PGP_SAM, some_offline(pull)),
+    "DFedSGPSM": Case("DFedSGPSM", SAM, push),
+    "DFedSGPSM, full batch": Case("DFedSGPSM", SAM, column_stochastic, **FULL),
+    "DFedSGPSM, debiased": Case("DFedSGPSM", {**SAM, "step": "debiased"}, some_offline(push)),
+    "DePRL": Case("DePRL", DEPRL, regular, **BY_STEPS),
+    "DePRL, full batch": Case("DePRL", DEPRL, ring, **FULL),
+    "DePRL, offline": Case("DePRL", DEPRL, some_offline(pull), **BY_STEPS),
+    "KGT": Case("KGT", KGT, regular),
+    "KGT, full batch": Case("KGT", KGT, ring, **FULL),
+    "KGT, offline": Case("KGT", KGT, some_offline(regular), clip_norm=None),
+    "KGT, rows, no epochs": Case("KGT", KGT, row_stochastic, epochs_per_client=SOME_IDLE),
     "PushDIGing": Case("PushDIGing", {}, push, **TRACKED),
     "PushDIGing, full batch": Case("PushDIGing", {}, push, batch_size=None, **TRACKED),
     "PushDIGing, columns": Case("PushDIGing", {}, column_stochastic, **TRACKED),
