@@ -175,6 +175,9 @@ from quiverfl.models import (
     MODELS as MODELS,
 )
 from quiverfl.models import (
+    compiled as compiled,
+)
+from quiverfl.models import (
     make_model as make_model,
 )
 from quiverfl.models.lora import (

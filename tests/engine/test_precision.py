@@ -47,6 +47,9 @@ def test_bf16_computes_the_model_in_bfloat16_and_nothing_else(
     [
         ({"precision": "bf16", "executor": "vectorized"}, "torch.vmap ignores autocast"),
         ({"precision": "bf16", "dtype": torch.float64}, "it makes float32 faster"),
+        ({"precision": "auto", "executor": "vectorized"}, "torch.vmap ignores autocast"),
+        ({"layout": "measure", "executor": "vectorized"}, "as vmap has them"),
+        ({"layout": "sideways"}, "layout = 'sideways'"),
         ({"precision": "tf32"}, "a format of NVIDIA GPUs"),
         ({"precision": "fp8"}, "precision = 'fp8'"),
         ({"compile": True, "executor": "sequential"}, "computed for many clients together"),
@@ -157,10 +160,56 @@ def test_a_resumed_run_stays_with_what_was_measured_before(
     assert other.checkpoint().executor is None
 
 
+def test_precision_and_layout_are_chosen_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial times all combinations; what it chose is carried out, recorded and kept."""
+    monkeypatch.setattr(execution, "has_bfloat16", lambda _: True)
+    options = {"dtype": torch.float32, "executor": "sequential", "rounds": 1}
+    asked = {**options, "precision": "auto", "layout": "measure"}
+    tried: list[set[str]] = []
+
+    def pretend(*given: Any) -> dict[str, float]:
+        tried.append(set(given[3]))
+        return {name: 1.0 if name == "bf16 channels_last" else 2.0 for name in given[3]}
+
+    monkeypatch.setattr(execution, "seconds_per_gradient", pretend)
+    kept: list[Checkpoint] = []
+    run = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), checkpoint=kept.append, **asked)
+    precisions, layouts = ("float32", "bf16"), ("contiguous", "channels_last")
+    assert tried == [{f"{p} {layout}" for p in precisions for layout in layouts}]
+    how = run.summary["carried_out"]
+    assert (how["precision"], how["layout"]) == ("bf16", "channels_last")
+    named = {**options, "precision": "bf16", "layout": "channels_last"}
+    plain = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), **named)
+    assert distance(states(run), states(plain)) == 0
+    monkeypatch.setattr(execution, "has_bfloat16", lambda _: False)
+    options["precision"] = "auto"
+    without = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), **options)
+    assert without.summary["carried_out"]["precision"] == "float32"
+    assert len(tried) == 1
+
+
+def test_a_resumed_run_keeps_the_precision_that_a_trial_chose(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept: list[Checkpoint] = []
+    monkeypatch.setattr(execution, "has_bfloat16", lambda _: True)
+    fast = {"bf16": 1.0, "float32": 2.0}
+    monkeypatch.setattr(execution, "seconds_per_gradient", lambda *_: fast)
+    how = {"dtype": torch.float32, "precision": "auto", "checkpoint_every": 1, "rounds": 2}
+    whole = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), checkpoint=kept.append, **how)
+    loaded = Checkpoint.load(kept[0].save(tmp_path), kept[0].history)
+    monkeypatch.setattr(execution, "seconds_per_gradient", lambda *_: pytest.fail("measured"))
+    again = simulate(qv.DFedAvgM(epochs=1), REGULAR(6), resume=loaded, **how)
+    assert again.summary["carried_out"]["precision"] == "bf16"
+    assert distance(states(whole), states(again)) == 0
+
+
 def test_precision_is_part_of_what_a_run_is_and_compiling_is_not() -> None:
     plain = parse_config({})
     assert parse_config({"run": {"precision": "float32"}}).identity() == plain.identity()
-    assert parse_config({"run": {"precision": "bf16"}}).identity() != plain.identity()
+    assert parse_config({"run": {"layout": "auto"}}).identity() == plain.identity()
+    for key, value in (("precision", "bf16"), ("precision", "auto"), ("layout", "measure")):
+        assert parse_config({"run": {key: value}}).identity() != plain.identity()
     for key, value in (("compile", True), ("states", "host"), ("executor", "measure")):
         assert parse_config({"run": {key: value}}).identity() == plain.identity()
 

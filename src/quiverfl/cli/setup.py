@@ -176,6 +176,7 @@ CLIENTS, SAMPLES, BATCH = 8, 64, 16
 SMALL_IMAGE = (3, 16, 16)
 COMPILED = {
     "compiled convolutions": compiled_layers.SOURCE,
+    "compiled norms": compiled_layers.NORM_SOURCE,
     "compiled crops": byte_images.SOURCE,
     "compiled quantising": quantized_mixing.SOURCE,
 }

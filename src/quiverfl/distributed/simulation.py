@@ -124,12 +124,13 @@ class RankSimulation:
         self.ranks.together(work)
 
     def _agree(self, before: Measurement | None) -> tuple[Measurement | None, RunSettings]:
-        """Executor and chunk, the same on all ranks, so that they form the same groups."""
+        """Choices of a trial, and chunk: the same on all ranks, which then form the same groups."""
         ranks, settings, measured = self.ranks, self.settings, None
         device = torch.device(settings.device)
-        if settings.executor == "measure":
+        if settings.has_trial:
             measured = ranks.from_first(before)
-            measured = measured or ranks.from_first(ranks.together(self._measured))
+            if measured is None or not measured.answers(settings):
+                measured = ranks.from_first(ranks.together(self._measured))
         if device.type == "cuda":
             given = (self.task, self.data, self.method, self.training, settings)
             rooms = ranks.objects(ranks.together(lambda: choose_chunk(*given)))

@@ -114,8 +114,8 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     local_metrics: dict[int, dict[str, float]]
     history: History = field(default_factory=History)
-    executor: ExecutorName | None = None
-    """What a measurement chose for the run: it goes on with that, to the same bits."""
+    measured: Measurement | None = None
+    """What a trial chose for the run: it goes on with that, to the same bits."""
 
     @classmethod
     def take(cls, round: int, shard: Shard, exchange: Exchange, history: History) -> Checkpoint:
@@ -130,13 +130,11 @@ class Checkpoint:
             tensors["visits"] = torch.from_numpy(shard.visits)
         if shard.reports is not None:
             tensors.update((f"view/{name}", rows) for name, rows in shard.reports.rows().items())
-        measured = shard.execution.measured
-        chosen = None if measured is None else measured.executor
-        return cls(round, tensors, shard.local.metrics, history, chosen)
+        return cls(round, tensors, shard.local.metrics, history, shard.execution.measured)
 
     @property
-    def measured(self) -> Measurement | None:
-        return None if self.executor is None else Measurement(self.executor)
+    def executor(self) -> ExecutorName | None:
+        return None if self.measured is None else self.measured.executor
 
     def copy(self) -> Checkpoint:
         """A copy that stays as it is while the run continues."""
@@ -145,7 +143,7 @@ class Checkpoint:
             {name: leaf.clone() for name, leaf in self.tensors.items()},
             {row: dict(metrics) for row, metrics in self.local_metrics.items()},
             self.history.copy(),
-            self.executor,
+            self.measured,
         )
 
     def apply(self, shard: Shard, exchange: Exchange) -> None:
@@ -190,8 +188,8 @@ class Checkpoint:
         """What the JSON file says; the tensors' sha256 and the metrics of all kept models."""
         text: dict[str, Any] = {"round": self.round, "sha256": digest}
         text["local_metrics"] = {str(client): found for client, found in sorted(metrics.items())}
-        if self.executor is not None:
-            text["executor"] = self.executor
+        if self.measured is not None:
+            text.update(self.measured.choices)
         return json.dumps(text).encode()
 
     @classmethod
@@ -202,7 +200,7 @@ class Checkpoint:
             text = json.loads(path.read_text())
             round, digest = int(text["round"]), str(text["sha256"])
             metrics = {int(row): dict(m) for row, m in text["local_metrics"].items()}
-            executor = text.get("executor")
+            measured = Measurement.read(text)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(path, "it does not describe a checkpoint") from error
         try:
@@ -213,7 +211,7 @@ class Checkpoint:
             raise DamagedCheckpoint(tensors, why) from error
         if found != digest:
             raise DamagedCheckpoint(tensors, "its checksum is not the one recorded")
-        return cls(round, load_file(tensors), metrics, history, executor)
+        return cls(round, load_file(tensors), metrics, history, measured)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,16 +25,17 @@ from quiverfl.engine.local.programs import (
     Gradient,
     Losses,
     Program,
+    Sequential,
     Vectorized,
     choose_executor,
     compile_stacked,
 )
 from quiverfl.engine.local.workers import worker_count
 from quiverfl.engine.memory import predict_memory, room_for
-from quiverfl.engine.settings import ExecutorName, Precision, RunSettings
+from quiverfl.engine.settings import ExecutorName, Layout, Precision, RunSettings
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Method, Part, Train
-from quiverfl.models.compiled import check_compiler
+from quiverfl.models.compiled import GroupNorm, warn_without_compiler
 from quiverfl.task import ModelOutputs, Params, Task
 from quiverfl.training import Training
 from quiverfl.transforms.privacy import DPSGD
@@ -125,11 +129,40 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """Which executor was found to be faster, here or before the run was interrupted."""
+    """What was found to be faster, here or before the run was interrupted; None: not asked."""
 
-    executor: ExecutorName
+    executor: ExecutorName | None = None
     seconds: dict[str, float] | None = None
-    """Of one client's gradient, by executor."""
+    """Of one client's gradient, by what was tried."""
+    precision: Precision | None = None
+    layout: Layout | None = None
+
+    def apply(self, settings: RunSettings) -> RunSettings:
+        """The settings with what they leave to a trial."""
+        return replace(settings, **{key: getattr(self, key) for key in _open_settings(settings)})
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What was chosen, by setting, for a checkpoint."""
+        chosen = {key: getattr(self, key) for key in _TRIED}
+        return {key: choice for key, choice in chosen.items() if choice is not None}
+
+    @classmethod
+    def read(cls, text: Mapping[str, Any]) -> Measurement | None:
+        chosen = {key: text[key] for key in _TRIED if key in text}
+        return cls(**chosen) if chosen else None
+
+    def answers(self, settings: RunSettings) -> bool:
+        return all(getattr(self, key) is not None for key in _open_settings(settings))
+
+
+_TRIED = {"executor": "measure", "precision": "auto", "layout": "measure"}
+"""Settings that a trial can choose, and how they ask for it."""
+
+
+def _open_settings(settings: RunSettings) -> list[str]:
+    """The settings that are left to a trial."""
+    return [key for key, word in _TRIED.items() if getattr(settings, key) == word]
 
 
 def measure_executors(
@@ -139,15 +172,53 @@ def measure_executors(
     settings: RunSettings,
     probe: ModelProbe | None,
 ) -> Measurement | None:
-    """What executor = "measure" asks for; None where something else is asked for."""
-    if settings.executor != "measure":
+    """Try what settings leave open; None where they leave nothing open."""
+    asked = _open_settings(settings)
+    if not asked:
         return None
-    # In bfloat16 there is but one; and some models cannot be computed together.
-    if probe is None or settings.precision == "bf16" or probe.why_not_stacked() is not None:
-        return Measurement("sequential")
-    seconds = seconds_per_gradient(task, examples, training, settings, probe.draws)
-    together = seconds["vectorized"] <= seconds["sequential"]
-    return Measurement("vectorized" if together else "sequential", seconds)
+    candidates = _list_candidates(settings, asked, probe)
+    first = next(iter(candidates.values()))
+    if probe is None or len(candidates) == 1:
+        return Measurement(**{key: getattr(first, key) for key in asked})
+    seconds = seconds_per_gradient(task, examples, training, candidates, probe.draws)
+    fastest = candidates[min(seconds, key=seconds.__getitem__)]
+    return Measurement(seconds=seconds, **{key: getattr(fastest, key) for key in asked})
+
+
+def _list_candidates(
+    settings: RunSettings, asked: list[str], probe: ModelProbe | None
+) -> dict[str, RunSettings]:
+    """Settings to try, by what they say about what is open."""
+    device = torch.device(settings.device)
+    stacks = probe is not None and probe.why_not_stacked() is None
+    choices: dict[str, list[Any]] = {key: [getattr(settings, key)] for key in _TRIED}
+    if "executor" in asked:
+        choices["executor"] = ["vectorized", "sequential"] if stacks else ["sequential"]
+    if "precision" in asked:
+        choices["precision"] = ["float32", "bf16"] if has_bfloat16(device) else ["float32"]
+    if "layout" in asked:
+        choices["layout"] = ["contiguous", "channels_last"]
+    candidates = {}
+    for values in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        if chosen["executor"] == "vectorized":
+            if chosen["precision"] == "bf16" or chosen["layout"] == "channels_last":
+                continue  # vmap has neither
+            chosen["layout"] = "auto"
+        named = " ".join(str(chosen[key]) for key in asked)
+        candidates[named] = replace(settings, **chosen)
+    return candidates
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are instructions of the processor, not emulated ones."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,10 +239,17 @@ class Execution:
         chunk: int | None,
     ) -> Execution:
         """As the settings say, or as was measured where they leave it open."""
-        if settings.executor != "measure":
+        if measured is None or not settings.has_trial:
             measured = None  # of a run that was interrupted: now something else is asked for
-        name = settings.executor if measured is None else measured.executor
-        return cls(_executor(name, task, settings, probe, chunk), settings, measured)
+        else:
+            settings = measured.apply(settings)
+        return cls(_executor(task, settings, probe, chunk), settings, measured)
+
+    @property
+    def _layout(self) -> str | None:
+        """How images lie, where clients are computed one by one and somebody chose it."""
+        asked = self.settings.layout != "auto" and self.executor.name == "sequential"
+        return self.settings.layout if asked else None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -181,6 +259,7 @@ class Execution:
             "executor": self.executor.name,
             "chunk": self.executor.chunk,
             "precision": settings.precision,
+            **({"layout": self._layout} if self._layout else {}),
             "compile": settings.compile,
             "states": settings.states,
             **({"seconds_per_gradient": seconds} if seconds else {}),
@@ -188,16 +267,15 @@ class Execution:
 
 
 def _executor(
-    name: ExecutorName,
-    task: Task,
-    settings: RunSettings,
-    probe: ModelProbe | None,
-    chunk: int | None,
+    task: Task, settings: RunSettings, probe: ModelProbe | None, chunk: int | None
 ) -> Executor:
     device = torch.device(settings.device)
-    if settings.precision == "bf16":
-        return Autocast(choose_executor("sequential", task, device), device.type)
-    executor = executor_for(name, task, device, probe)
+    rough = settings.precision == "bf16"
+    executor = (
+        choose_executor("sequential", task, device)
+        if rough
+        else executor_for(settings.executor, task, device, probe)
+    )
     if isinstance(executor, Vectorized):
         chunk = chunk or executor.evaluated
         return replace(
@@ -208,7 +286,13 @@ def _executor(
         )
     if settings.compile:
         raise QuiverError(ONE_BY_ONE)
-    return executor
+    if settings.layout in FORMATS and isinstance(executor, Sequential):
+        executor = replace(executor, image_format=FORMATS[settings.layout])
+    return Autocast(executor, device.type) if rough else executor
+
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+"""Layouts of images by their names in a configuration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +327,8 @@ def prepare_computation(
     examples = Examples(data.train, data, dtype, device)
     probe = ModelProbe.of(task, examples, dtype, device)
     chunk = choose_chunk(task, data, method, training, settings)
-    measured = measured or measure_executors(task, examples, training, settings, probe)
+    if measured is None or not measured.answers(settings):
+        measured = measure_executors(task, examples, training, settings, probe)
     execution = Execution.of(task, settings, probe, measured, chunk)
     executor, draws = execution.executor, probe is not None and probe.draws
     if private is not None and draws:
@@ -295,41 +380,56 @@ def choose_chunk(
 
 
 def seconds_per_gradient(
-    task: Task, examples: Examples, training: Training, settings: RunSettings, draws: bool
+    task: Task,
+    examples: Examples,
+    training: Training,
+    candidates: Mapping[str, RunSettings],
+    draws: bool,
 ) -> dict[str, float]:
-    """Of one client, by executor; clients computed side by side share the time."""
-    device, clients = torch.device(settings.device), len(examples.sizes)
-    found: dict[str, float] = {}
-    for name in ("vectorized", "sequential"):
-        executor = choose_executor(name, task, device)
+    """Of one client, by candidate, in turns; clients computed side by side share the time."""
+    trials, clients = {}, len(examples.sizes)
+    for name, settings in candidates.items():
+        device, executor = torch.device(settings.device), _executor(task, settings, None, None)
         context = PhaseContext(
             task, examples, training, executor, settings.dtype, device, settings.seed, 1, draws
         )
         some = np.arange(min(executor.chunk, clients))
-        one_by_one = name == "sequential" and device.type == "cpu"
+        one_by_one = executor.name == "sequential" and device.type == "cpu"
         workers = worker_count(clients) if one_by_one else 1
-        with _threads_of_one(workers):
-            found[name] = _timed(context, some) / len(some) / workers
-    return found
+        trials[name] = _prepare_trial(context, some), workers, len(some) * workers
+    seconds = dict.fromkeys(trials, math.inf)
+    for attempt in range(1 + TRIES):
+        for name, (trial, workers, share) in trials.items():
+            with _threads_of_one(workers):
+                begin = time.perf_counter()
+                trial()
+                elapsed = (time.perf_counter() - begin) / share
+            if attempt:
+                seconds[name] = min(seconds[name], elapsed)
+    return seconds
 
 
-def _timed(context: PhaseContext, rows: Integers) -> float:
+def _prepare_trial(context: PhaseContext, rows: Integers) -> Callable[[], None]:
+    """A gradient of a batch of each of these clients."""
+    executor = context.executor
     sizes, batch = context.examples.sizes[rows], context.training.batch_size
     width = int(sizes.max()) if batch is None else min(batch, int(sizes.max()))
     x, y = context.examples.gather(rows, np.minimum(np.arange(width), sizes[:, None] - 1))
+    if executor.chunk == 1:  # images lie as they do in the run
+        form = executor.image_format
+        x = tree_map(lambda t: t[0].contiguous(memory_format=form)[None] if t.ndim == 5 else t, x)
     start = (part.to(context.device, context.dtype) for part in context.task.initial_params(0))
     point = Params(*(part.expand(len(rows), -1).clone() for part in start))
     keys = torch.zeros(len(rows), dtype=torch.int64, device=context.device)
-    gradient = context.executor.bind(context.program(), point, "whole")
+    gradient = executor.bind(context.program(), point, "whole")
     one = Batch(len(rows), x, y, keys=keys if context.draws else None)
-    times = []
-    for _ in range(1 + TRIES):
+
+    def trial() -> None:
         _wait(context.device)
-        begin = time.perf_counter()
         gradient(one)
         _wait(context.device)
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
+
+    return trial
 
 
 def _wait(device: torch.device) -> None:
@@ -379,24 +479,32 @@ def has_compiled_layers(task: Task) -> bool:
 
 
 def check_kernels(task: Task, settings: RunSettings) -> None:
-    """Refuse a model's compiled layers where PyTorch's would be computed in their place."""
+    """Refuse a model's compiled layers where PyTorch's would be computed in their place.
+
+    Without a compiler they are computed by PyTorch, with a warning.
+    """
+    normed = any(isinstance(module, GroupNorm) for module in task.skeleton.modules())
     if not has_compiled_layers(task):
+        if normed:
+            warn_without_compiler(task.skeleton)
         return
     device = torch.device(settings.device).type
+    rough = normed and settings.precision in ("bf16", "auto")
     where = {
         f"device = {str(settings.device)!r}": device != "cpu",
         f"dtype = {settings.dtype}": settings.dtype != torch.float32,
-        f"precision = {settings.precision!r}": settings.precision != "float32",
+        f"precision = {settings.precision!r}": settings.precision != "float32" and not rough,
         f"executor = {settings.executor!r}": settings.executor in ("vectorized", "measure"),
     }
+    types = "float32 or bfloat16" if normed else "float32"
     for setting, hinders in where.items():
         if hinders:
             raise QuiverError(
                 f'{setting} with model.kernels = "compiled": compiled layers are computed on a '
-                "CPU, in float32, one client at a time. Leave it out, or set "
+                f"CPU, in {types}, one client at a time. Leave it out, or set "
                 'model.kernels = "torch".'
             )
-    check_compiler()
+    warn_without_compiler(task.skeleton)
 
 
 def _sees_features(phase: Any) -> bool:

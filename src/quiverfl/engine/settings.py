@@ -13,7 +13,8 @@ from quiverfl.errors import QuiverError, suggest
 from quiverfl.options import Count, Number, check_options, python_number
 
 ExecutorName = Literal["auto", "vectorized", "sequential", "measure"]
-Precision = Literal["float32", "tf32", "bf16"]
+Precision = Literal["float32", "tf32", "bf16", "auto"]
+Layout = Literal["auto", "contiguous", "channels_last", "measure"]
 
 
 def _parse_dtype(value: object) -> object:
@@ -55,8 +56,11 @@ class RunSettings:
     a share before it is sent, sums in client order, mass in whole units. Sync peers equal such a
     run bit for bit.
 
-    `precision` says how exactly products are computed (engine/execution.py). `compile` compiles
-    the vectorized step first. `states` says whether the clients' states lie on the device, or in
+    `precision` says how exactly products are computed (engine/execution.py); `"auto"` is bfloat16
+    where the processor has it and a trial before the run is faster. `layout` says how images lie in
+    memory where clients are computed one by one: `"auto"` goes by the model's layers, `"measure"`
+    by a trial. What a trial chose is recorded; last bits depend on it. `compile` compiles the
+    vectorized step first. `states` says whether the clients' states lie on the device, or in
     the host's memory and visit the device for training. `chunk` clients are computed together at
     most; None: as many as there is room for.
     """
@@ -74,6 +78,7 @@ class RunSettings:
     threads: Number | None = None
     executor: ExecutorName = "auto"
     precision: Precision = "float32"
+    layout: Layout = "auto"
     compile: bool = False
     states: Literal["device", "host"] = "device"
     arithmetic: Literal["matrix", "peers"] = "matrix"
@@ -109,12 +114,27 @@ class RunSettings:
         if self.compile and (self.executor in ("sequential", "measure") or self._bf16):
             raise QuiverError(
                 "compile = true compiles what is computed for many clients together: with "
-                'executor = "vectorized" or "auto" and without precision = "bf16". Leave one out.'
+                f'executor = "vectorized" or "auto" and without precision = "{self._rough}". '
+                "Leave one out."
+            )
+        if self.layout != "auto" and self.executor == "vectorized":
+            raise QuiverError(
+                f'layout = "{self.layout}" with executor = "vectorized": images lie as vmap has '
+                'them there; set executor = "sequential", or leave layout out.'
             )
 
     @property
+    def has_trial(self) -> bool:
+        """Whether a trial before the run chooses how models are computed."""
+        return "measure" in (self.executor, self.layout) or self.precision == "auto"
+
+    @property
     def _bf16(self) -> bool:
-        return self.precision == "bf16"
+        return self.precision in ("bf16", "auto")
+
+    @property
+    def _rough(self) -> str:
+        return self.precision if self._bf16 else "bf16"
 
     def _check_precision(self) -> None:
         """Refuse what would be ignored without a word."""
@@ -130,8 +150,9 @@ class RunSettings:
             )
         if self._bf16 and self.executor == "vectorized":
             raise QuiverError(
-                'precision = "bf16" with executor = "vectorized": torch.vmap ignores autocast, so '
-                'everything would stay float32; set executor = "sequential", or leave it out.'
+                f'precision = "{self.precision}" with executor = "vectorized": torch.vmap ignores '
+                'autocast, so everything would stay float32; set executor = "sequential", or leave '
+                "it out."
             )
 
     def for_clients(self, clients: int) -> RunSettings:

@@ -1,16 +1,21 @@
-"""Convolution, max-pooling and ReLU in one compiled pass, for batches on a CPU in float32.
+"""Layers in C of our own, for batches on a CPU. Results are PyTorch's up to rounding.
 
-PyTorch's convolutions fill an instruction with channels, of which LeNet-5 has three, six and
-sixteen; here samples fill it (`support/native/conv_pool_relu.c`). Results are the same up
-to rounding.
+`features`: convolution, max-pooling and ReLU in one pass, in float32. PyTorch's convolutions fill
+an instruction with channels, of which LeNet-5 has three, six and sixteen; here samples fill it
+(`support/native/conv_pool_relu.c`).
+
+`GroupNorm`: the norm with the ReLU and the residual sum behind it in one pass, channels last, in
+float32 and bfloat16 (`support/native/group_norm.c`). PyTorch's own is slow with channels last, and
+reads and writes every number three times.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +23,43 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.support.compiler import load_library, why_not_compiled
 
 SOURCE = ("conv_pool_relu", "-ffp-contract=fast")
+NORM_SOURCE = ("group_norm", "-ffp-contract=fast")
 KERNEL = 5
 
 Factors = tuple[Tensor, Tensor]
 """Factor and offset of bytes for each pixel of an image row."""
 
 
-def check_compiler() -> None:
-    """Refuse to train where nothing can be compiled: it would be slower, and other bits, unseen."""
-    reason = why_not_compiled(*SOURCE)
+Kernels = Literal["torch", "compiled"]
+"""What computes a model's layers in training and evaluation on a CPU: PyTorch, or C of our own."""
+
+
+def check_kernels(kernels: Kernels) -> Kernels:
+    if kernels not in ("torch", "compiled"):
+        raise QuiverError(f'kernels = {kernels!r}: "torch" or "compiled".')
+    return kernels
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    before, after = layer._forward_pre_hooks, layer._forward_hooks
+    return bool(before or after or layer._backward_pre_hooks or layer._backward_hooks)
+
+
+def warn_without_compiler(model: nn.Module) -> None:
+    """Say that PyTorch computes this model's compiled layers, where nothing can be compiled."""
+    normed = any(isinstance(module, GroupNorm) for module in model.modules())
+    reason = why_not_compiled(*(NORM_SOURCE if normed else SOURCE))
     if reason is not None:
-        raise QuiverError(f'model.kernels = "compiled": {reason} Or set model.kernels = "torch".')
+        warnings.warn(
+            f"{reason} Until then PyTorch computes this model's compiled layers: the same results "
+            "up to rounding, slower.",
+            QuiverWarning,
+            stacklevel=2,
+        )
 
 
 def can_compute(
@@ -217,6 +244,8 @@ def _is_contiguous_batch(x: Tensor) -> Tensor:
 
 def _is_traced() -> bool:
     """By what sees PyTorch's operators alone, or would have them computed in another way."""
+    if torch.compiler.is_compiling():
+        return True
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     transformed = torch._C._are_functorch_transforms_active()
     return bool(tracing or transformed or _get_current_dispatch_mode() is not None)
@@ -237,3 +266,192 @@ def _pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
 
 def _sizes(sizes: Sequence[int]) -> list[ctypes.c_int64]:
     return [ctypes.c_int64(size) for size in sizes]
+
+
+class GroupNorm(nn.GroupNorm):
+    """GroupNorm, with ReLU and a residual sum if you wish, in one compiled pass.
+
+    `norm(x)` is relu(gn(x)), or gn(x) with `relu=False`. `norm(x, r)` is relu(gn(x) + r), and
+    `norm(x, r, other)` is relu(gn(x) + other(r)), where `other` is the norm of a shortcut.
+    Parameters and their names are those of `torch.nn.GroupNorm`. Give images with channels last:
+    others are laid out so first. The result has the type of `x`.
+
+    PyTorch computes it where there is no compiler, on other devices and for other types than
+    float32 and bfloat16, under vmap, tracing and export, for second derivatives, and where
+    channels do not fill a vector of 16.
+    """
+
+    def __init__(self, groups: int, channels: int, eps: float = 1e-5, relu: bool = True) -> None:
+        super().__init__(groups, channels, eps)
+        self.relu = relu
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, other: nn.GroupNorm | None = None
+    ) -> Tensor:
+        if residual is not None and not self.relu:
+            raise QuiverError("a GroupNorm with a residual has its ReLU: leave relu=False out.")
+        if residual is not None and other is not None and not _is_plain(other):
+            residual, other = other(residual), None
+        norms = [self] if other is None else [self, other]
+        if not _can_normalise(x, residual, norms):
+            return self._by_torch(x, residual, other)
+        mode = int(self.relu) if residual is None else 1 + len(norms)
+        tensors = [t.contiguous() for norm in norms for t in (norm.weight, norm.bias)]
+        x = x.contiguous(memory_format=torch.channels_last)
+        if residual is not None:
+            residual = residual.contiguous(memory_format=torch.channels_last)
+        epsilons = (self.eps, norms[-1].eps)
+        return _normalise(mode, self.num_groups, epsilons, x, residual, *tensors)
+
+    def _by_torch(self, x: Tensor, residual: Tensor | None, other: nn.GroupNorm | None) -> Tensor:
+        outputs = functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        if residual is not None:
+            outputs = outputs + (residual if other is None else other(residual))
+        return (functional.relu(outputs) if self.relu else outputs).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, relu={self.relu}"
+
+
+def likes_channels_last(module: nn.Module) -> bool:
+    """Whether a norm is as fast with channels last; PyTorch's is three times slower there."""
+    compiled = isinstance(module, GroupNorm) and why_not_compiled(*NORM_SOURCE) is None
+    return compiled or not isinstance(module, nn.GroupNorm)
+
+
+def _is_plain(norm: nn.GroupNorm) -> bool:
+    """Whether it is gn and nothing else."""
+    known = type(norm) in (nn.GroupNorm, GroupNorm) and not getattr(norm, "relu", False)
+    return known and not has_hooks(norm) and "forward" not in vars(norm)
+
+
+def _can_normalise(x: Tensor, residual: Tensor | None, norms: Sequence[nn.GroupNorm]) -> bool:
+    if _is_traced() or x.ndim != 4 or not x.numel() or x.dtype not in _TYPES:
+        return False
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        return False
+    tensors = [x] if residual is None else [x, residual]
+    for norm in norms:
+        weight, bias = norm.weight, norm.bias
+        if (
+            weight is None
+            or norm.num_channels != x.shape[1]
+            or norm.num_groups != norms[0].num_groups
+        ):
+            return False
+        if weight.dtype != torch.float32 or bias.dtype != torch.float32:
+            return False
+        tensors += [weight, bias]
+    if any(t.device.type != "cpu" or t.is_neg() for t in tensors) or not _are_in_memory(tensors):
+        return False
+    if why_not_compiled(*NORM_SOURCE) is not None:
+        return False
+    return _fills_vectors(x.shape[2] * x.shape[3], x.shape[1])
+
+
+_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@functools.cache
+def _fills_vectors(pixels: int, channels: int) -> bool:
+    return bool(load_library(*NORM_SOURCE).can_normalise(*_sizes((pixels, channels))))
+
+
+class _Norm(ctypes.Structure):
+    """The struct of group_norm.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("mode", "samples", "pixels", "channels", "groups")),
+        *((name, ctypes.c_double) for name in ("eps", "other_eps")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "other_weight", "other_bias")),
+    ]
+
+
+RELU, ADD, ADD_NORM = 1, 2, 3
+"""What follows the norm: as the C numbers it."""
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: int,
+        groups: int,
+        epsilons: tuple[float, float],
+        x: Tensor,
+        residual: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        moments = x.new_empty(len(x) * len(tensors) * groups, dtype=torch.float32)
+        call = getattr(load_library(*NORM_SOURCE), "group_norm_" + _TYPES[x.dtype])
+        norm = _describe(mode, groups, epsilons, x, tensors)
+        call(ctypes.byref(norm), *_pointers(x, residual, out, moments))
+        # Where relu let ADD through is seen in its result, which the next layer keeps anyway.
+        kept = (residual if mode == ADD_NORM else None, out if mode == ADD else None)
+        ctx.save_for_backward(x, *kept, moments, *tensors)
+        ctx.options = mode, groups, epsilons
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        mode, groups, epsilons = ctx.options
+        x, residual, out, moments, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: this gradient is to have gradients
+            own = _differentiable(mode, groups, epsilons, gradients[0], x, residual, out, tensors)
+            return None, None, None, *own
+        of_out = gradients[0].resolve_neg().contiguous(memory_format=torch.channels_last)
+        of_x, of_residual = torch.empty_like(x), torch.empty_like(x) if mode >= ADD else None
+        of_tensors = x.new_empty(len(tensors), x.shape[1], dtype=torch.float32)
+        call = getattr(load_library(*NORM_SOURCE), "group_norm_backward_" + _TYPES[x.dtype])
+        norm = _describe(mode, groups, epsilons, x, tensors)
+        given = (of_out, x, residual, out, moments, of_x, of_residual, of_tensors)
+        call(ctypes.byref(norm), *_pointers(*given))
+        return None, None, None, of_x, of_residual, *of_tensors
+
+
+_normalise: Callable[..., Tensor] = _GroupNorm.apply
+
+
+def _describe(
+    mode: int,
+    groups: int,
+    epsilons: tuple[float, float],
+    x: Tensor,
+    tensors: Sequence[Tensor],
+) -> _Norm:
+    samples, channels, height, width = x.shape
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    sizes = (mode, samples, height * width, channels, groups)
+    return _Norm(*sizes, *epsilons, *pointers)
+
+
+def _differentiable(
+    mode: int,
+    groups: int,
+    epsilons: tuple[float, float],
+    of_out: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor | None,
+    tensors: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The gradients by PyTorch's operators, which have gradients in turn."""
+    if mode == ADD:
+        assert out is not None
+        of_out = of_out * (~(out <= 0)).to(of_out.dtype)
+    weight, bias = tensors[:2]
+    outputs = functional.group_norm(x.float(), groups, weight, bias, epsilons[0])
+    inputs = [x, *tensors]
+    if mode == ADD_NORM:
+        assert residual is not None
+        weight, bias = tensors[2:]
+        other = functional.group_norm(residual.float(), groups, weight, bias, epsilons[1])
+        outputs, inputs = outputs + other, [*inputs, residual]
+    if mode in (RELU, ADD_NORM):
+        outputs = functional.relu(outputs)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, of_out.to(outputs), create_graph=True))
+    of_inputs = [next(found) if tensor.requires_grad else None for tensor in inputs]
+    of_residual = of_inputs.pop() if mode == ADD_NORM else of_out if mode == ADD else None
+    return of_inputs[0], of_residual, *of_inputs[1:]

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from quiverfl.errors import QuiverError
-from quiverfl.models.compiled import KERNEL, Factors, can_compute, features
+from quiverfl.models.compiled import (
+    KERNEL,
+    Factors,
+    Kernels,
+    can_compute,
+    check_kernels,
+    features,
+    has_hooks,
+)
 from quiverfl.options import python_number
 
 
@@ -48,10 +55,6 @@ class MLP(nn.Module):
 
 LENET_SIDE = 32
 
-Kernels = Literal["torch", "compiled"]
-"""What computes the convolutions in training and evaluation on a CPU: PyTorch, or C of our own,
-which is faster where layers have few channels, and needs a C compiler."""
-
 
 class TwoConvolutions(nn.Module):
     """Convolution, pool, ReLU, twice; dense layers; the classifier."""
@@ -68,9 +71,7 @@ class TwoConvolutions(nn.Module):
         kernels: Kernels = "torch",
     ) -> None:
         super().__init__()
-        if kernels not in ("torch", "compiled"):
-            raise QuiverError(f'kernels = {kernels!r}: "torch" or "compiled".')
-        self.kernels = kernels
+        self.kernels = check_kernels(kernels)
         inputs, height, width = _check_image(input_shape)
         layers: list[nn.Module] = []
         for outputs, padding in zip(channels, paddings, strict=True):
@@ -106,7 +107,7 @@ class TwoConvolutions(nn.Module):
     def likes_bytes(self) -> bool:
         """Whether images of bytes, which the first layer normalises, are faster than floats."""
         own = "forward" in vars(self) or type(self).forward is not TwoConvolutions.forward
-        return self.kernels == "compiled" and self._is_as_built and not own and not _has_hooks(self)
+        return self.kernels == "compiled" and self._is_as_built and not own and not has_hooks(self)
 
     def read_bytes(self, scale: Tensor, shift: Tensor) -> None:
         """Accept images as bytes, with this factor and offset for each pixel of a row."""
@@ -128,7 +129,7 @@ class TwoConvolutions(nn.Module):
         kinds = [nn.Conv2d, nn.MaxPool2d, nn.ReLU] * (self._dense // 3) + [nn.Flatten]
         if [type(layer) for layer in layers] != kinds:
             return False
-        return all(map(_pools_by_two, layers)) and not any(map(_has_hooks, (self.body, *layers)))
+        return all(map(_pools_by_two, layers)) and not any(map(has_hooks, (self.body, *layers)))
 
     def _compiled(self, x: Tensor) -> Tensor:
         outputs = features(x, self._convolutions, self._factors)
@@ -142,11 +143,6 @@ def _pools_by_two(layer: nn.Module) -> bool:
         return True
     sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode)
     return sizes == (2, 2, 0, 1, False)
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    before, after = layer._forward_pre_hooks, layer._forward_hooks
-    return bool(before or after or layer._backward_pre_hooks or layer._backward_hooks)
 
 
 def lenet5(input_shape: tuple[int, ...], classes: int, kernels: Kernels = "torch") -> nn.Module:

@@ -14,28 +14,45 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from quiverfl.errors import QuiverError
+from quiverfl.models.compiled import GroupNorm, Kernels, check_kernels, has_hooks
 from quiverfl.options import python_number
 
 
 class Block(nn.Module):
     """Two 3×3 convolutions around a shortcut; the first one carries the stride."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, groups: int, kernels: Kernels = "torch"
+    ) -> None:
         super().__init__()
+        compiled = kernels == "compiled"
+        norm = GroupNorm if compiled else nn.GroupNorm
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(groups, outputs)
+        self.norm1 = norm(groups, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(groups, outputs)
+        self.norm2 = norm(groups, outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
                 nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False),
-                nn.GroupNorm(groups, outputs),
+                GroupNorm(groups, outputs, relu=False) if compiled else norm(groups, outputs),
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.norm1, GroupNorm) and isinstance(self.norm2, GroupNorm):
+            inner: Tensor = self.norm1(self.conv1(x))
+            fused: Tensor = self.norm2(self.conv2(inner), *self._shortcut(x))
+            return fused
         inner = relu(self.norm1(self.conv1(x)))
         return relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
+
+    def _shortcut(self, x: Tensor) -> tuple[Tensor, nn.Module | None]:
+        """The shortcut's result, or what it gives its norm and the norm."""
+        if type(self.shortcut) is nn.Sequential and not has_hooks(self.shortcut):
+            layers = list(self.shortcut)
+            if len(layers) == 2 and isinstance(layers[1], nn.GroupNorm):
+                return layers[0](x), layers[1]
+        return self.shortcut(x), None
 
 
 class ResNetGN(nn.Module):
@@ -48,8 +65,10 @@ class ResNetGN(nn.Module):
         widths: Sequence[int],
         blocks: int,
         groups: int,
+        kernels: Kernels = "torch",
     ) -> None:
         super().__init__()
+        self.kernels = check_kernels(kernels)
         if len(input_shape) != 3:
             raise QuiverError(
                 f"a residual network needs images [channels, height, width], not inputs of shape "
@@ -60,12 +79,16 @@ class ResNetGN(nn.Module):
                 f"model.groups = {groups} does not divide the channels {tuple(widths)}."
             )
         stem = nn.Conv2d(input_shape[0], widths[0], 3, padding=1, bias=False)
-        layers: list[nn.Module] = [stem, nn.GroupNorm(groups, widths[0]), nn.ReLU()]
+        layers: list[nn.Module] = [stem]
+        if kernels == "compiled":
+            layers += [GroupNorm(groups, widths[0]), nn.Identity()]
+        else:
+            layers += [nn.GroupNorm(groups, widths[0]), nn.ReLU()]
         inputs = widths[0]
         for stage, outputs in enumerate(widths):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
-                layers.append(Block(inputs, outputs, stride, groups))
+                layers.append(Block(inputs, outputs, stride, groups, kernels))
                 inputs = outputs
         self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(inputs, classes)
@@ -75,17 +98,21 @@ class ResNetGN(nn.Module):
         return logits
 
 
-def resnet8_gn(input_shape: tuple[int, ...], classes: int, groups: int = 8) -> nn.Module:
+def resnet8_gn(
+    input_shape: tuple[int, ...], classes: int, groups: int = 8, kernels: Kernels = "torch"
+) -> nn.Module:
     """Three stages of one block, 16/32/64 channels."""
-    return ResNetGN(input_shape, classes, (16, 32, 64), 1, groups)
+    return ResNetGN(input_shape, classes, (16, 32, 64), 1, groups, kernels)
 
 
-def resnet18_gn(input_shape: tuple[int, ...], classes: int, groups: int = 32) -> nn.Module:
+def resnet18_gn(
+    input_shape: tuple[int, ...], classes: int, groups: int = 32, kernels: Kernels = "torch"
+) -> nn.Module:
     """The paper's model: four stages of two blocks, 64 to 512 channels, 32 groups.
 
     11,168,832 parameters in the body and 513 per class in the head.
     """
-    return ResNetGN(input_shape, classes, (64, 128, 256, 512), 2, groups)
+    return ResNetGN(input_shape, classes, (64, 128, 256, 512), 2, groups, kernels)
 
 
 # BatchNorm → GroupNorm in one call.

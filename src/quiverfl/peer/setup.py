@@ -82,6 +82,11 @@ def load_peer_config(folder: PeerFolder) -> Config:
             f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "
             f"be the same; write clients = {members} in the configuration's [data]."
         )
+    for key, word in (("precision", "auto"), ("layout", "measure")):
+        if getattr(config.run, key) == word:
+            raise QuiverError(
+                f'run.{key} = "{word}": each peer would choose for itself; name the choice.'
+            )
     return config
 
 

@@ -25,6 +25,7 @@ from quiverfl.engine.local.model_rng import KeyedRandomMode
 from quiverfl.engine.local.workers import WORKER
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Part
+from quiverfl.models.compiled import likes_channels_last
 from quiverfl.objectives import PerSample
 from quiverfl.task import InputStyle, ModelOutputs, Params, Task, call_arguments, to_plain_tree
 from quiverfl.trees import Layout, Tree, first_leaf, tree_map
@@ -306,9 +307,9 @@ def choose_executor(name: str, task: Task, device: torch.device) -> Executor:
         name = "sequential" if is_convolutional(task) and device.type == "cpu" else "vectorized"
     if name == "vectorized":
         return Vectorized()
-    # Convolutions are faster with channels last; PyTorch's GroupNorm is three times slower there.
-    normed = any(isinstance(module, nn.GroupNorm) for module in task.skeleton.modules())
-    return Sequential(image_format=torch.contiguous_format if normed else torch.channels_last)
+    # Convolutions are faster with channels last; PyTorch's GroupNorm is not.
+    last = all(map(likes_channels_last, task.skeleton.modules()))
+    return Sequential(image_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def is_convolutional(task: Task) -> bool:
