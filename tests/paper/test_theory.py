@@ -202,6 +202,19 @@ def test_on_a_fixed_graph_pulling_ends_elsewhere(quick: Any) -> None:
     assert biased["client_distance"] > push["client_distance"]
 
 
+def test_a_bounded_step_falls_at_the_same_rate_and_ends_elsewhere_on_a_fixed_graph(
+    quick: Any,
+) -> None:
+    rows = {(row["rule"], row["neighbors"]): row for row in quick[2]["steps"]}
+    for neighbors in (2, 10):
+        slopes = [rows[rule, neighbors]["slope"]["value"] for rule in ("paper", "debiased")]
+        assert slopes[0] == pytest.approx(slopes[1], abs=0.1)
+    # With ten neighbours μ is close to 1 on new graphs; on one graph some clients keep less of it.
+    paper, debiased = (rows[rule, 10]["limits"] for rule in ("paper", "debiased"))
+    assert debiased[0] == pytest.approx(paper[0], abs=0.05)
+    assert debiased[1] > 3 * paper[1]
+
+
 def test_everything_is_written_and_printed(quick: Any) -> None:
     folder, printed, numbers = quick
     for name in ("rate", "connectivity", "conservation"):

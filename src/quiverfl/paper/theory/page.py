@@ -16,6 +16,7 @@ from quiverfl.paper.theory.experiments import (
     Findings,
     Mixing,
     Rate,
+    StepRow,
 )
 from quiverfl.paper.theory.figures import (
     connectivity_figure,
@@ -56,6 +57,7 @@ def all_tables(findings: Findings) -> tuple[Table, ...]:
         connectivity_table(findings.connectivity),
         mixing_table(findings.conservation),
         limit_table(findings.conservation),
+        step_table(findings.steps),
     )
 
 
@@ -208,6 +210,36 @@ def limit_table(conservation: Conservation) -> Table:
     )
 
 
+def step_table(steps: Sequence[StepRow]) -> Table:
+    rounds = steps[0].rounds
+    columns: list[Column | str] = [
+        "step",
+        "neighbours",
+        *(Column(f"T = {count:,}", above="average of the bounded error") for count in rounds),
+        "slope",
+        Column("new graphs", above="‖ū − u*‖ without noise"),
+        Column("one graph", above="‖ū − u*‖ without noise"),
+    ]
+    rows = [
+        (
+            row.rule,
+            f"{row.neighbors}",
+            *(f"{error:.4g}" for error in row.errors),
+            format_signed(row.slope.value),
+            *("diverges" if limit is None else f"{limit:.3f}" for limit in row.limits),
+        )
+        for row in steps
+    ]
+    return _text_table(
+        "Three steps on z, on random_push",
+        columns,
+        rows,
+        "paper: z moves by η/μ. step_floor = 1: by η, and by less where μ > 1. debiased: by η. "
+        "The average is that of the rate, with the corollary's steps. The last two columns are "
+        "averages over the last quarter of the rounds at the smallest step.",
+    )
+
+
 def is_conserved(mixing: Mixing) -> bool:
     """Whether ū stayed where it was but for rounding."""
     return max(mixing.drift) < EXACT
@@ -233,12 +265,13 @@ def _text_table(
 # Verdicts, from the numbers themselves.
 
 
-def describe_findings(findings: Findings) -> tuple[str, str, str]:
-    """About the rate, the connectivity and the conservation."""
+def describe_findings(findings: Findings) -> tuple[str, str, str, str]:
+    """About the rate, the connectivity, the conservation and the step on z."""
     return (
         _describe_rate(findings.rate),
         _describe_connectivity(findings.connectivity),
         _describe_conservation(findings.conservation),
+        _describe_steps(findings.steps),
     )
 
 
@@ -282,6 +315,16 @@ def _describe_conservation(conservation: Conservation) -> str:
         f"The mean over clients under mixing alone, in units of their spread: {'; '.join(moved)}. "
         f"Distance from the optimum on one fixed graph at step {smallest:g}: {'; '.join(ends)}."
     )
+
+
+def _describe_steps(steps: Sequence[StepRow]) -> str:
+    few = min(row.neighbors for row in steps)
+    ends = "; ".join(
+        f"{row.rule} {row.errors[-1]:.3g}, slope {format_signed(row.slope.value)}"
+        for row in steps
+        if row.neighbors == few
+    )
+    return f"With {few} neighbours, after {steps[0].rounds[-1]:,} rounds: {ends}."
 
 
 # Files.
@@ -332,8 +375,10 @@ def _make_page(findings: Findings, figures: dict[str, Figure]) -> str:
     )
     sections = [
         _make_section(name, title, verdict, figures[name], of_section)
-        for (name, title, of_section), verdict in zip(tables, verdicts, strict=True)
+        for (name, title, of_section), verdict in zip(tables, verdicts[:3], strict=True)
     ]
+    steps = data_table(step_table(findings.steps), ())
+    sections.append(section("steps", "The step on z", lead_paragraph(verdicts[3]), steps))
     constants = section("constants", "The problem", data_table(constants_table(findings), ()))
     return make_page(
         "DFedPGP’s theorem, measured",
