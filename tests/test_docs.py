@@ -127,7 +127,7 @@ def _holds_what_it_says(names: dict[str, object], folder: Path) -> None:
     assert {"accuracy", "confidence", "loss"} < set(run.history)
     assert b"DFedPGP" in (folder / "two.html").read_bytes()
     assert isinstance(both, qv.Comparison)
-    assert list(both.table["method"]) == ["local", "dfedpgp"]
+    assert list(both.frame["method"]) == ["local", "dfedpgp"]
 
 
 def test_the_page_on_python_names_every_public_function_of_its_layer() -> None:

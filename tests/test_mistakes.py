@@ -104,13 +104,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a_folder_that_is_no_run": (lambda: qv.load_run("/nowhere"), r"not a run folder"),
     "a_plot_of_no_metric": (lambda: go().plot("f1"), r"no metric 'f1'"),
     "a_run_saved_twice": (lambda: _saved_twice(), r"holds a run already"),
-    "a_number_for_seeds": (
-        lambda: qv.compare({}, ["local"], seeds=3),  # type: ignore[arg-type]
-        r"seeds = 3.*\[3\] for the seed 3.*range\(3\) for the 3 seeds",
+    "zero_for_seeds": (
+        lambda: qv.compare({}, ["local"], seeds=0),
+        r"seeds = 0 is no seed at all.*\[0\]",
     ),
-    "a_number_for_the_seeds_of_a_sweep": (
-        lambda: qv.sweep({}, seeds=np.int64(2), dry_run=True),  # type: ignore[arg-type]
-        r"seeds = 2.*\[2\].*range\(2\)",
+    "words_for_the_seeds_of_a_sweep": (
+        lambda: qv.sweep({}, seeds="two", dry_run=True),
+        r"seeds = 'two'.*\[0, 1, 2\].*\"0-4\".*how many",
     ),
     "a_name_for_a_compression": (
         lambda: go(compression="quantize"),

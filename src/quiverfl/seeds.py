@@ -7,6 +7,7 @@ number for every coordinate of whole arrays at once: so the batch order of many 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,17 +26,37 @@ _ALL = (1 << 64) - 1
 
 
 def check_seeds(seeds: Any) -> list[int]:
-    """A list of seeds; a bare number is refused, since it could be a seed or how many there are."""
+    """Seeds as numbers: from [0, 1, 2], from "0-4,7", or as 5, which is the five from 0 on."""
     seeds = python_number(seeds)
-    if isinstance(seeds, int) and not isinstance(seeds, bool):
-        raise QuiverError(
-            f"seeds = {seeds}: one seed or so many? Write [{seeds}] for the seed {seeds}, "
-            f"range({seeds}) for the {seeds} seeds from 0 on."
-        )
     listed = list(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else []
+    if isinstance(seeds, str):
+        listed = _parse_seeds(seeds)
+    elif isinstance(seeds, int) and not isinstance(seeds, bool):
+        if seeds == 0:
+            raise QuiverError('seeds = 0 is no seed at all: write [0], or "0-0", for the seed 0.')
+        listed = list(range(seeds))
     numbers = [python_number(number) for number in listed]
     if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-        raise QuiverError(f"seeds = {seeds!r}: give whole numbers, such as [0, 1, 2].")
+        raise QuiverError(
+            f'seeds = {seeds!r}: give whole numbers such as [0, 1, 2], a range such as "0-4", or '
+            "how many, such as 5."
+        )
+    return list(dict.fromkeys(numbers))
+
+
+def _parse_seeds(text: str) -> list[int]:
+    """`0-4,7` or `5`; nothing where it is neither."""
+    if re.fullmatch(r"\s*\d+\s*", text):
+        return check_seeds(int(text))
+    numbers: list[int] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        if match is None:
+            return []
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise QuiverError(f"seeds = {text!r}: {part} ends before it begins.")
+        numbers += range(first, last + 1)
     return numbers
 
 

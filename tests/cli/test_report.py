@@ -50,6 +50,7 @@ def test_a_report_is_written_into_the_folder_and_the_table_printed(comparison: P
 def test_some_of_the_runs_as_page_tables_and_json(comparison: Path, tmp_path: Path) -> None:
     tables = {"t.md": "| FedAvg |", "t.csv": "local_mean,", "t.tex": r"\toprule"}
     options = [part for name in tables for part in ("--table", tmp_path / name)]
+    options += ["--columns", "all"]
     folders = comparison / "local-0", comparison / "fedavg-0"
     printed = run(*folders, "--out", tmp_path / "x.html", *options, "--json")
     assert "FedAvg" in (tmp_path / "x.html").read_text()

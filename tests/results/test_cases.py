@@ -152,7 +152,7 @@ def test_speed_ups_are_over_the_slowest_of_the_case(tmp_path: Path) -> None:
 
 def test_every_format_shows_the_cases(sweep: Path, tmp_path: Path) -> None:
     files = {kind: tmp_path / f"table{kind}" for kind in (".md", ".tex", ".csv")}
-    words = ["report", str(sweep), "--out", str(tmp_path / "r.html")]
+    words = ["report", str(sweep), "--out", str(tmp_path / "r.html"), "--columns", "all"]
     for path in files.values():
         words += ["--table", str(path)]
     shown = CliRunner().invoke(app, words, env={"COLUMNS": "200"})

@@ -105,6 +105,7 @@ def test_clients_are_counted_within_their_seed(groups: list[Group]) -> None:
 def test_the_report_prints_and_writes_them(groups: list[Group], tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     words = ["report", str(tmp_path), "--out", str(tmp_path / "r.html"), "--table", str(table)]
+    words += ["--columns", "all"]
     shown = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for text in (shown.output, table.read_text(), (tmp_path / "r.html").read_text()):

@@ -152,7 +152,7 @@ def test_a_cell_has_the_same_name_in_every_sweep_that_has_it(tmp_path: Path) -> 
         ('base = "nowhere.toml"', "plan.toml: base = 'nowhere.toml': there is no such file"),
         ("base = 3", "base = 3: name a configuration file"),
         ("sedes = [1]", "unknown key 'sedes'; did you mean 'seeds'?"),
-        ("seeds = 1", "run.seed = 1: a grid needs a list"),
+        ("seeds = 0", "no seed at all"),
         ("methods = []", "method.name = []: a grid needs a list"),
         ('methods = ["dfedpgg"]', "did you mean 'dfedpgp'?"),
         ("[grid]\ntraining.lrr = [1]", "unknown key training.lrr; did you mean 'lr'?"),

@@ -35,24 +35,24 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, qv.SweepResult
 
 def test_a_dry_run_says_what_there_is_and_runs_nothing(tmp_path: Path) -> None:
     found = qv.sweep(PLAN, tmp_path / "runs", dry_run=True, estimate=True)
-    assert found.table["state"].tolist() == ["new"] * 4
-    assert found.table["training.lr"].tolist() == [0.05, 0.1, 0.05, 0.1]
-    assert (found.table["seconds"] > 0).all()
+    assert found.cells["state"].tolist() == ["new"] * 4
+    assert found.cells["training.lr"].tolist() == [0.05, 0.1, 0.05, 0.1]
+    assert (found.cells["seconds"] > 0).all()
     assert not (tmp_path / "runs" / "cells").exists()
     assert "4" in repr(found)
     with pytest.raises(qv.QuiverError, match="no cell has finished"):
-        found.comparison()
+        found.table()
 
 
 def test_its_cells_are_those_of_the_command(done: tuple[Path, qv.SweepResult]) -> None:
     folder, found = done
-    assert found.table["state"].tolist() == ["finished"] * 4
+    assert found.cells["state"].tolist() == ["finished"] * 4
     assert found.failed == {}
     assert len(found.runs) == 4
-    run = found.runs[found.table["cell"][2]]
+    run = found.runs[found.cells["cell"][2]]
     assert run.config["method"]["name"] == "dfedpgp"
     last = run.history.query("round == 1 and stage == 'mixed'")["accuracy"].mean()
-    assert found.table["accuracy/mixed"][2] == pytest.approx(last)
+    assert found.cells["accuracy/mixed"][2] == pytest.approx(last)
     (folder / "plan.toml").write_text(
         'base = "base.toml"\nmethods = ["local", "dfedpgp"]\n[grid]\ntraining.lr = [0.05, 0.1]'
     )
@@ -61,7 +61,7 @@ def test_its_cells_are_those_of_the_command(done: tuple[Path, qv.SweepResult]) -
     command = ["sweep", str(folder / "plan.toml"), "--out", str(folder), "--dry-run", "--json"]
     result = CliRunner().invoke(app, [*command, "--no-estimate"])
     rows = json.loads(result.stdout)
-    assert [row["cell"] for row in rows] == found.table["cell"].tolist()
+    assert [row["cell"] for row in rows] == found.cells["cell"].tolist()
     assert [row["state"] for row in rows] == ["finished"] * 4
 
 
@@ -76,16 +76,15 @@ def test_called_again_it_resumes_and_compares(done: tuple[Path, qv.SweepResult])
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")}
     again = qv.sweep(PLAN, folder, methods=["dfedpgp"], settings={"training.lr": 0.1})
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")} == before
-    assert set(again.table["cell"]) <= set(first.table["cell"])
-    table = first.comparison()
-    assert len(table) == 4
+    assert set(again.cells["cell"]) <= set(first.cells["cell"])
+    assert len(first.frame) == 4
     assert first.report(folder / "page.html").exists()
 
 
 def test_a_cell_that_fails_stops_no_other(tmp_path: Path) -> None:
     plan = {**PLAN, "methods": ["local"], "grid": {"training": {"lr": [0.1, 1e30]}}}
     found = qv.sweep(plan, tmp_path)
-    assert sorted(found.table["state"]) == ["diverged", "finished"]
+    assert sorted(found.cells["state"]) == ["diverged", "finished"]
     assert "not finite" in next(iter(found.failed.values()))
 
 

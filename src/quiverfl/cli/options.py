@@ -5,16 +5,21 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from quiverfl.errors import QuiverError
+from quiverfl.seeds import check_seeds
 from quiverfl.sweeps.executor import CellNeeds, LocalPool, SweepExecutor
 from quiverfl.sweeps.plan import Cell, Choice
+
+if TYPE_CHECKING:
+    from quiverfl.results.tables import ResultFiles
 
 LOCAL_JOBS = 2
 
@@ -62,7 +67,8 @@ class SweepOptions:
         str | None, typer.Option(help="Comma-separated methods, in place of those of the file.")
     ] = None
     seeds: Annotated[
-        str | None, typer.Option(help="Comma-separated seeds, in place of those of the file.")
+        str | None,
+        typer.Option(help="In place of the file's: 0,1,2, or 0-4, or 5 for the first five."),
     ] = None
     cases: Annotated[str | None, typer.Option(help="Semicolon-separated names of cases.")] = None
     settings: Annotated[
@@ -143,34 +149,78 @@ class SweepOptions:
         return RayCluster(self.address, needs, self.jobs, self.copy_results)
 
 
-def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of SweepOptions as options, in place of its `options`."""
-    signature = inspect.signature(command, eval_str=True)
-    hints = get_type_hints(SweepOptions, include_extras=True)
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
+class ColumnChoice(enum.StrEnum):
+    means = "means"
+    all = "all"
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """Files of results that a command writes besides its own."""
+
+    table: Annotated[
+        list[Path] | None,
+        typer.Option(help="Write methods × cases to a .md, .tex or .csv file; may be repeated."),
+    ] = None
+    columns: Annotated[
+        ColumnChoice,
+        typer.Option(help="Of --table: means and their spread, or every column and difference."),
+    ] = ColumnChoice.means
+    figure: Annotated[
+        list[Path] | None,
+        typer.Option(help="Draw learning curves into a .pdf, .svg or .png file; may be repeated."),
+    ] = None
+    bars: Annotated[
+        list[Path] | None,
+        typer.Option(help="Draw the results as bars, in the same formats; may be repeated."),
+    ] = None
+
+    def files(self) -> ResultFiles:
+        """The files, checked: nothing else runs if one of them cannot be written."""
+        from quiverfl.results.tables import ResultFiles  # late: it loads pandas
+
+        files = ResultFiles(
+            self.table or (), self.figure or (), self.bars or (), self.columns.value
         )
-        for field in fields(SweepOptions)
-    ]
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in signature.parameters.values()
-        if parameter.name != "options"
-    ]
+        files.check()
+        return files
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of its parameters that are groups of options, in their places."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, tuple[type, list[inspect.Parameter]]] = {}
+    listed: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        kind = parameter.annotation
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            listed.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(kind, include_extras=True)
+        own = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(kind)
+        ]
+        groups[parameter.name] = (kind, own)
+        listed += own
 
     @functools.wraps(command)
     def expanded(**values: Any) -> None:
-        options = SweepOptions(**{one.name: values.pop(one.name) for one in shared})
-        command(options=options, **values)
+        made = {
+            name: kind(**{one.name: values.pop(one.name) for one in own})
+            for name, (kind, own) in groups.items()
+        }
+        command(**made, **values)
 
     expanded.__dict__["__signature__"] = signature.replace(
-        parameters=[own[0], *shared, *own[1:]], return_annotation=None
+        parameters=listed, return_annotation=None
     )
-    expanded.__annotations__ = {one.name: one.annotation for one in (*own, *shared)}
+    expanded.__annotations__ = {one.name: one.annotation for one in listed}
     return expanded
 
 
@@ -182,7 +232,12 @@ def split_words(text: str, separator: str) -> list[str]:
 
 
 def parse_seeds(text: str) -> list[int]:
+    """`0-4`, `0,2,7` or `5`, which is the first five; that is said, since it could be the fifth."""
     try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise QuiverError(f"--seeds {text!r}: write whole numbers, such as 0,1,2.") from None
+        seeds = check_seeds(text)
+    except QuiverError as error:
+        raise QuiverError(f"--{error}") from None
+    if text.strip().isdecimal():
+        print(f"note: --seeds {text.strip()}: the seeds {', '.join(map(str, seeds))}.",
+              file=sys.stderr)  # fmt: skip
+    return seeds

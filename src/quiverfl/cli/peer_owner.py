@@ -143,7 +143,7 @@ def render_page(picture: dict[str, Any] | None, nonce: str) -> str:
 
 
 def save_page(client: MetricsClient, path: Path) -> None:
-    refuse_other_file(path, "--save", PAGE.read_text()[:15])
+    refuse_other_file(path, "--save", PAGE.read_bytes()[:15])
     client.read()
     path.write_text(render_page(client.picture(), secrets.token_hex(16)))
 

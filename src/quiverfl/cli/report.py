@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from quiverfl.cli.options import Quiet, Stage
+from quiverfl.cli.options import Quiet, ResultOptions, Stage, expand_options
 from quiverfl.cli.run import AsJson, run_and_print
 from quiverfl.errors import QuiverError
 from quiverfl.support.environment import require_package
-from quiverfl.support.output_folders import refuse_foreign, refuse_other_file
+from quiverfl.support.output_folders import refuse_foreign
 
 if TYPE_CHECKING:
     from quiverfl.results.groups import Group
     from quiverfl.results.run_files import RunResult
 
 
-_BEGINNINGS = {".md": "**", ".csv": "label,", ".tex": r"\begin{table}"}
-"""How the tables that Quiver writes begin, by their names."""
-
-
+@expand_options
 def report(
     folders: Annotated[
         list[Path], typer.Argument(help="Folders of runs, or of folders of runs.", metavar="DIR…")
@@ -36,10 +33,6 @@ def report(
     stage: Annotated[
         Stage, typer.Option(help="The stage to show first; the other one is always shown too.")
     ] = Stage.local,
-    table: Annotated[
-        list[Path] | None,
-        typer.Option(help="Write the table too: .md, .csv or .tex; may be given again."),
-    ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write TensorBoard event files below this folder too.")
     ] = None,
@@ -51,6 +44,8 @@ def report(
         str, typer.Option(help='With --devices: who is waited for, "graph" or "all".')
     ] = "graph",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    *,
+    files: ResultOptions,
 ) -> None:
     """Compare runs: one HTML file that needs no network, and a table.
 
@@ -58,18 +53,16 @@ def report(
     are put together.
     """
     from quiverfl.results.report.page import write_report
-    from quiverfl.results.tables import print_comparison, print_differences
+    from quiverfl.results.tables import print_comparison, print_differences, write_results
 
     if tensorboard is not None:
         require_package("tensorboard", "--tensorboard")
         refuse_foreign(tensorboard, _holds_events, "choose another --tensorboard")
-    for path in table or []:
-        _check_table(path)
+    written = files.files()
     page = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     prepare = None if devices is None else _retiming(devices, waits)
     groups = write_report(folders, page, stage.value, prepare=prepare)
-    for path in table or []:
-        _write_table(groups, path, stage.value)
+    write_results(groups, written, stage.value)
     if tensorboard is not None:
         _write_events(groups, tensorboard)
     if as_json:
@@ -93,31 +86,6 @@ def _retiming(path: Path, waits: str) -> Callable[[RunResult], RunResult]:
     tree = read_toml(path, f"{path}: no such file.")
     sections = read_sections(tree, str(path))
     return lambda run: retime_result(run, *sections, waits)
-
-
-def _check_table(path: Path) -> None:
-    """Before anything is written."""
-    if path.suffix not in (".md", ".csv", ".tex"):
-        raise QuiverError(f"--table {path}: its name must end in .md, .csv or .tex.")
-    refuse_other_file(path, "--table", _BEGINNINGS[path.suffix])
-
-
-def _write_table(groups: list[Group], path: Path, stage: str) -> None:
-    from quiverfl.results import formatting as table_formats
-    from quiverfl.results.formatting import write_result_file
-    from quiverfl.results.scores import compare_groups
-    from quiverfl.results.summary import STAGES
-    from quiverfl.results.tables import result_tables
-
-    stages = (stage, *(other for other in STAGES if other != stage))
-    shown = result_tables(groups, stages)
-    if path.suffix == ".md":
-        text = "\n".join(map(table_formats.format_markdown, shown))
-    elif path.suffix == ".tex":
-        text = "\n".join(map(table_formats.format_latex, shown))
-    else:
-        text = compare_groups(groups).to_csv(index=False)
-    write_result_file(path, text.encode())
 
 
 def _holds_events(folder: Path) -> bool:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from quiverfl.cli.options import DryRun, Events, Retry, Stage, SweepOptions, expand_options
+from quiverfl.cli.options import (
+    DryRun,
+    Events,
+    ResultOptions,
+    Retry,
+    Stage,
+    SweepOptions,
+    expand_options,
+)
 from quiverfl.cli.sweep import (
     exit_unless_finished,
     print_cells,
@@ -88,6 +96,8 @@ def reproduce(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print as JSON what was written.")
     ] = False,
+    *,
+    files: ResultOptions,
 ) -> None:
     """Run what a table or figure of the paper needs, and write it beside the paper's numbers.
 
@@ -98,7 +108,7 @@ def reproduce(
         require_package("tensorboard", "--tensorboard")
     from quiverfl.paper.reproduce.write import TableOptions  # late: it loads matplotlib
 
-    item = ITEMS.find(what)
+    item, written = ITEMS.find(what), files.files()
     rate_protocol: RateProtocol | None = None if protocol is None else protocol.value
     choice = options.choice(
         [*rate_settings(rate_protocol, scale, rates), *graph_settings(graph.value)]
@@ -115,7 +125,8 @@ def reproduce(
         return
     item = add_notes(item, scale, rate_protocol, equal is Equal.participation)
     folder = options.out / folder_name(what, scale, graph, equal, protocol, rates)
-    _write(what, item, cells, places, folder, TableOptions(stage.value, report.value), as_json)
+    wanted = TableOptions(stage.value, report.value, written)
+    _write(what, item, cells, places, folder, wanted, as_json)
     if item.kind == "partition":
         return
     if tensorboard:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quiverfl.cli.options import Quiet, parse_seeds
+from quiverfl.cli.options import Quiet, ResultOptions, expand_options, parse_seeds
 from quiverfl.distributed.processes import is_first_on_machine, own_rank, world_size
 from quiverfl.errors import CannotWrite, Diverged, QuiverError, Stopped
 from quiverfl.methods import METHODS, Method, method_title
@@ -184,24 +184,30 @@ def resume(
     run_and_print(settings, folder, quiet, json_, continues=True)
 
 
+@expand_options
 def compare(
     config: Annotated[Path, typer.Argument(help="A TOML configuration.")],
     methods: Annotated[str, typer.Option(help="Comma-separated names, or `all`.")] = "all",
-    seeds: Annotated[str | None, typer.Option(help="Comma-separated seeds.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="0,1,2, or 0-4, or 5 for the first five.")
+    ] = None,
     set_: Settings = None,
     out: Out = None,
     quiet: Quiet = False,
     json_: AsJson = False,
+    *,
+    files: ResultOptions,
 ) -> None:
     """Run several methods on the same data, model and seeds; a table and an HTML report."""
     from quiverfl.results.report.page import write_report
-    from quiverfl.results.tables import print_comparison
+    from quiverfl.results.tables import print_comparison, write_results
     from quiverfl.runs.compare import cell_title, check_methods, plan_comparison, run_comparison
 
     settings = load_config(config, set_ or ())
     names = "all" if methods == "all" else _split_methods(methods)
     numbers = [settings.run.seed] if seeds is None else parse_seeds(seeds)
     folder = out or Path("runs") / f"{config.stem}-comparison"
+    written = files.files()
     cells = plan_comparison(settings, check_methods(names), numbers, folder)
     hint = "run the same `quiver compare` command again: it continues from the last checkpoints."
 
@@ -221,6 +227,7 @@ def compare(
             raise CannotWrite.of(problem.place, problem.reason, hint.rstrip(".")) from problem
         page = folder / "report.html"
         groups = write_report([folder / label for label, _ in cells], page)
+        write_results(groups, written)
     if json_:
         print(json.dumps(summaries))
     else:

@@ -11,10 +11,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from quiverfl.cli.options import DryRun, Events, Retry, SweepOptions, expand_options
+from quiverfl.cli.options import (
+    DryRun,
+    Events,
+    ResultOptions,
+    Retry,
+    SweepOptions,
+    expand_options,
+)
 from quiverfl.results import formatting
 from quiverfl.support.environment import require_package
-from quiverfl.sweeps.api import SweepReporter, list_cell_rows, run_cells
+from quiverfl.sweeps.api import SweepReporter, group_cells, list_cell_rows, run_cells
 from quiverfl.sweeps.display import describe_cell
 from quiverfl.sweeps.estimate import Estimate, Reasons
 from quiverfl.sweeps.executor import SweepExecutor
@@ -29,13 +36,18 @@ def sweep(
     retry: Retry = False,
     tensorboard: Events = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cells as JSON.")] = False,
+    *,
+    files: ResultOptions,
 ) -> None:
     """Run a grid of experiments; started again, it resumes.
 
     Finished cells are skipped, interrupted ones resumed, and a cell that fails stops no other.
     """
+    from quiverfl.results.tables import write_results
+
     if tensorboard:
         require_package("tensorboard", "--tensorboard")
+    written = files.files()
     plan, folder = load_sweep(file, options.choice()), SweepFolder(options.out)
     folder.check(plan.name)
     executor = options.make_executor(plan.cells)
@@ -51,6 +63,7 @@ def sweep(
     finished = [cell for cell in plan.cells if folder.state(cell) == "finished"]
     if finished:
         _write_reports(plan.cells, folder, options.out / plan.name, as_json)
+        write_results(group_cells(plan.cells, folder)[0], written)
     if tensorboard:
         write_cell_events(finished, folder, options.out / plan.name / "tensorboard")
     exit_unless_finished(plan.cells, folder)

@@ -58,7 +58,7 @@ def tune(
     folder.check()
     if write is not None:
         for path in (write, same_rates_file(write)):
-            refuse_other_file(path, "--write", "[overrides.")
+            refuse_other_file(path, "--write", b"[overrides.")
     select_tuned(plan.cells, folder, stage.value, "last")  # refuses test data before anything runs
     executor = options.make_executor(plan.cells)
     if plan.tuning is not None:

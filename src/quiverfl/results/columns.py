@@ -70,7 +70,9 @@ def mean_column(
 
     def write(row: Row) -> TableCell:
         text = numbers.format_with_spread(row[name], row[f"{name}_seed_std"], metric)
-        return TableCell(text, best=row[name] == best.get(row[among]))
+        value = None if math.isnan(row[name]) else row[name]
+        best_of = row[name] == best.get(row[among])
+        return TableCell(text, best_of, value, row[f"{name}_seed_std"])
 
     return fill_column(title, above, rows, write, key)
 
@@ -85,8 +87,8 @@ def case_columns(
 ) -> list[FilledColumn]:
     """A column for every case and stage, by the groups' names: the body of a paper's table.
 
-    `above` says which of the two is the upper heading. `printed` gives every case for which it has
-    numbers a column “paper” before ours.
+    `above` says which of the two is the upper heading; a single case without a name has none.
+    `printed` gives every case for which it has numbers a column “paper” before ours.
     """
     cases = split_by_case(groups)
     metrics = {case: common_metric(members) for case, members in cases.items()}
@@ -97,6 +99,8 @@ def case_columns(
         title = f"{case}, {numbers.metric_unit(metric)}" if several_units else case
         for stage in stages:
             headings = (title, f"stage {stage}") if above == "stage" else (stage, title)
+            if not case and above == "stage":
+                headings = (f"stage {stage}", "")
             columns[case, stage] = mean_column(*headings, rows[case], stage, metric, "name")
     if above == "stage":
         return [columns[case, stage] for stage in stages for case in cases]

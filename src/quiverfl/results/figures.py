@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +31,8 @@ from quiverfl.results.curves import (
     visible_range,
 )
 from quiverfl.results.formatting import write_result_file
-from quiverfl.results.groups import Group, common_metric
-from quiverfl.results.scores import run_scores
+from quiverfl.results.groups import Group, common_metric, split_by_case
+from quiverfl.results.scores import compare_groups, run_scores
 from quiverfl.results.summary import STAGES, Report, client_frame, headline_metric, mean_by_round
 from quiverfl.types import Floats
 
@@ -65,6 +67,8 @@ STYLE: Any = {
     "svg.hashsalt": "quiver",
 }
 _WIDEST_LABEL = 26
+MOST_WRITTEN = 16
+"""With more bars than this their values are not written above them."""
 
 
 def draw_curves(
@@ -136,6 +140,77 @@ def draw_clients(axes: Axes, groups: Sequence[Group], stage: str, report: Report
     _label_metric(axes, metric, "x")
 
 
+def draw_bars(axes: Axes, groups: Sequence[Group], stage: str, report: Report = "last") -> None:
+    """A bar for each experiment in each case, from zero, with its deviation over seeds."""
+    cases, metric = split_by_case(groups), common_metric(groups)
+    most = max(map(len, cases.values()))
+    width = 0.84 / most
+    for place, own in enumerate(cases.values()):
+        rows = compare_groups(own, report).to_dict("records")
+        for position, (group, row) in enumerate(zip(own, rows, strict=True)):
+            x = place + (position - (len(own) - 1) / 2) * width
+            mean, spread = row[f"{stage}_mean"], row[f"{stage}_mean_seed_std"]
+            axes.bar(x, mean, 0.9 * width, color=group.style.color, label=group.name)
+            if spread > 0:
+                axes.errorbar(x, mean, spread, color="#444444", linewidth=1, capsize=2)
+            if len(groups) <= MOST_WRITTEN and np.isfinite(mean):
+                above = mean + (spread if spread > 0 else 0)
+                text = numbers.format_score(mean, metric)
+                axes.annotate(text, (x, above), (0, 2), textcoords="offset points", ha="center",
+                              fontsize=8, color="#444444")  # fmt: skip
+    ticks = [textwrap.fill(case, _WIDEST_LABEL) for case in cases]
+    axes.set_xticks(range(len(cases)), ticks)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(False, axis="x")
+    _label_metric(axes, metric, "y")
+    axes.label_outer()
+    axes.tick_params(labelbottom=True)
+
+
+def name_alike(groups: Sequence[Group]) -> list[Group]:
+    """The groups by their names, which look the same in every case."""
+    styles = {group.name: group.style for group in reversed(groups)}
+    return [replace(group, label=group.name, style=styles[group.name]) for group in groups]
+
+
+def plot_bars(
+    groups: Sequence[Group], stages: Sequence[str] = STAGES, report: Report = "last"
+) -> NotebookFigure:
+    """The bars of every case, the stages beside each other."""
+    draw = partial(draw_bars, groups=name_alike(groups), report=report)
+    panels = [(f"stage {stage}", partial(draw, stage=stage)) for stage in stages]
+    width = max(4.2, 0.8 + 0.34 * len(groups)) * len(stages)
+    return make_panels([panels], (width, 3.8), collect_key=True, sharey=True)
+
+
+def plot_curves(
+    rows: Mapping[str, Sequence[Group]],
+    stages: Sequence[str] = STAGES,
+    against: Against = "rounds",
+    metric: str | None = None,
+) -> NotebookFigure:
+    """A row of panels for each title, the stages beside each other on one scale."""
+
+    def draw(groups: Sequence[Group], stage: str, axes: Axes) -> None:
+        draw_curves(axes, groups, stage, against, metric)
+        axes.label_outer()
+        axes.tick_params(labelbottom=True)
+
+    return make_panels(
+        [
+            [
+                (f"{title}: stage {s}" if title else f"stage {s}", partial(draw, own, s))
+                for s in stages
+            ]
+            for title, own in rows.items()
+        ],
+        (5.4 * len(stages), 0.5 + 3.2 * len(rows)),
+        collect_key=True,
+        sharey="row",
+        sharex="row",
+    )
+
+
 def draw_mass(axes: Axes, groups: Sequence[Group]) -> None:
     """The range of μ over clients, round by round, where it moves."""
     moving = [group for group in groups if has_moving_mass(group)]
@@ -180,14 +255,14 @@ def make_panels(
     key: Sequence[Artist] = (),
     collect_key: bool = False,
     **options: Any,
-) -> Figure:
+) -> NotebookFigure:
     """A figure of titled panels in rows, with a common key below them; sizes are in inches.
 
     The key has the given artists, or with `collect_key` what the panels label. `options` are those
     of matplotlib's `Figure.subplots`.
     """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = NotebookFigure(figsize=size, layout="constrained")
         grid = figure.subplots(len(rows), len(rows[0]), squeeze=False, **options)
         for panels, line in zip(rows, grid, strict=True):
             for (title, draw), axes in zip(panels, line, strict=True):
@@ -291,41 +366,19 @@ def plot_run(
     history: pd.DataFrame, title: str, metric: str | None = None, stage: str | None = None
 ) -> NotebookFigure:
     """Plot the mean over clients at both stages or at one, with the quartiles of the clients."""
-    _check_stage(stage)
-    lines = {name: (history, name) for name in (STAGES if stage is None else (stage,))}
-    return _plot_means(lines, metric, title, (5.8, 3.5), quartiles=True)
-
-
-def plot_runs(
-    histories: Mapping[str, pd.DataFrame], stage: str = "mixed", metric: str | None = None
-) -> NotebookFigure:
-    """Plot the mean over clients of several runs at one stage."""
-    _check_stage(stage)
-    lines = {label: (history, stage) for label, history in histories.items()}
-    return _plot_means(lines, metric, f"stage {stage}", (6.4, 3.8), quartiles=False)
-
-
-def _plot_means(
-    lines: Mapping[str, tuple[pd.DataFrame, str]],
-    metric: str | None,
-    title: str,
-    size: tuple[float, float],
-    quartiles: bool,
-) -> NotebookFigure:
-    """A line for each (history, stage): its mean over clients against rounds."""
-    metric = _check_metric([history for history, _ in lines.values()], metric)
+    stages = STAGES if stage is None else (check_stage(stage),)
+    metric = check_metric([history], metric)
     with matplotlib.rc_context(STYLE):
-        figure = NotebookFigure(figsize=size, layout="constrained")
+        figure = NotebookFigure(figsize=(5.8, 3.5), layout="constrained")
         axes = figure.add_subplot()
-        for label, (history, stage) in lines.items():
-            values = client_frame(history, stage, metric)
+        for name in stages:
+            values = client_frame(history, name, metric)
             if not len(values):
                 continue
             rounds = values.index.to_numpy() + 1
-            (line,) = axes.plot(rounds, mean_by_round(values), label=label)
-            if quartiles:
-                low, high = (values.quantile(part, axis=1) for part in (0.25, 0.75))
-                axes.fill_between(rounds, low, high, color=line.get_color(), alpha=0.14, lw=0)
+            (line,) = axes.plot(rounds, mean_by_round(values), label=name)
+            low, high = (values.quantile(part, axis=1) for part in (0.25, 0.75))
+            axes.fill_between(rounds, low, high, color=line.get_color(), alpha=0.14, lw=0)
         axes.set_title(title)
         _label_spent(axes, "rounds")
         _label_metric(axes, metric, "y")
@@ -334,12 +387,13 @@ def _plot_means(
     return figure
 
 
-def _check_stage(stage: str | None) -> None:
-    if stage is not None and stage not in STAGES:
+def check_stage(stage: str) -> str:
+    if stage not in STAGES:
         raise QuiverError(f"stage {stage!r}: {suggest(str(stage), STAGES)}")
+    return stage
 
 
-def _check_metric(histories: list[pd.DataFrame], metric: str | None) -> str:
+def check_metric(histories: list[pd.DataFrame], metric: str | None) -> str:
     evaluated = [history for history in histories if len(history)]
     if not evaluated:
         raise QuiverError("nothing was evaluated: there are no learning curves to draw.")

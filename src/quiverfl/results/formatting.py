@@ -128,6 +128,10 @@ class Column:
 class TableCell:
     text: str
     best: bool = False
+    value: float | None = None
+    """The number behind the text, which a file of numbers has instead."""
+    spread: float = math.nan
+    """Its standard deviation over seeds."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,12 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[TableCell, ...], ...]
     caption: str
+
+    def __str__(self) -> str:
+        return format_markdown(self)
+
+    def _repr_markdown_(self) -> str:
+        return format_markdown(self)
 
     def spans(self) -> list[tuple[str, int]]:
         """The upper headings and how many columns each spans."""
@@ -221,11 +231,16 @@ def _wrap_heading(table: Table, index: int) -> list[str]:
 
 
 def format_csv(table: Table) -> str:
-    """The texts of the table, with one line of titles."""
+    """One line of titles, then the texts; means as numbers, and their deviations beside them."""
+    columns: list[list[object]] = []
+    for title, cells in zip(_full_titles(table), zip(*table.rows, strict=True), strict=True):
+        numeric = any(cell.value is not None for cell in cells)
+        columns.append([title, *(cell.value if numeric else cell.text for cell in cells)])
+        if any(not math.isnan(cell.spread) for cell in cells):
+            spreads = (None if math.isnan(cell.spread) else cell.spread for cell in cells)
+            columns.append([f"{title}, std over seeds", *spreads])
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(_full_titles(table))
-    writer.writerows([cell.text for cell in row] for row in table.rows)
+    csv.writer(stream, lineterminator="\n").writerows(zip(*columns, strict=True))
     return stream.getvalue()
 
 
@@ -253,7 +268,7 @@ def format_latex(table: Table) -> str:
     """A booktabs table; the column groups are spanned and ruled."""
     shape = "".join("r" if column.number else "l" for column in table.columns)
     lines = [
-        r"\begin{table}",
+        r"\begin{table}  % \usepackage{booktabs}",
         r"\centering",
         rf"\caption{{{escape_latex(table.title)}. {escape_latex(table.caption)}}}",
         rf"\begin{{tabular}}{{{shape}}}",
@@ -322,6 +337,9 @@ _LATEX_LETTERS = {
     "μ": r"$\mu$",
     "σ": r"$\sigma$",
     "∞": r"$\infty$",
+    "ε": r"$\varepsilon$",
+    "α": r"$\alpha$",
+    "…": r"\dots{}",
     "✓": r"$\surd$",
     "≥": r"$\geq$",
     "≤": r"$\leq$",

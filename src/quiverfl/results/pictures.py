@@ -87,8 +87,8 @@ def save_picture(figure: Figure, target: str | Path | BinaryIO, title: str, form
         figure.suptitle(title, color=_INK)
     content = render_figure(figure, format, dpi=150, style={"svg.hashsalt": "quiver"})
     if isinstance(target, str | Path):
-        if format in PICTURES:
-            refuse_other_file(Path(target), "--picture", PICTURES[format])
+        if f".{format}" in PICTURES:
+            refuse_other_file(Path(target), "--picture", PICTURES[f".{format}"])
         Path(target).write_bytes(content)
     else:
         target.write(content)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 import pandas as pd
 from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
+from quiverfl.errors import QuiverError
 from quiverfl.results import formatting as numbers
 from quiverfl.results.columns import (
     case_columns,
@@ -34,6 +37,8 @@ from quiverfl.results.formatting import (
     Table,
     format_rich,
     make_table,
+    write_result_file,
+    write_tables,
 )
 from quiverfl.results.groups import Group, common_metric, split_by_case
 from quiverfl.results.palette import normalize_method
@@ -55,6 +60,7 @@ from quiverfl.results.summary import (
     describe_protocol,
     higher_is_better,
 )
+from quiverfl.support import output_folders
 
 DIFFERENCE_WORDS = (
     "p is that of Student's paired test, corrected for all comparisons at both stages and of all "
@@ -102,13 +108,17 @@ def case_table(
     weighting: Weighting = "uniform",
     stages: Sequence[str] = STAGES,
 ) -> Table:
-    """Methods in rows and cases in columns, for each stage: the table of a paper."""
+    """Methods in rows and cases in columns, for each stage: the table of a paper.
+
+    Runs of one case make a column for each stage.
+    """
     units = {numbers.metric_unit(common_metric(own)) for own in split_by_case(groups).values()}
     title = ", ".join([REPORT_TITLES[report], *(units if len(units) == 1 else ())])
     protocol = describe_protocol(
         stages, report, weighting, describe_tests(groups), common_metric(groups)
     )
-    parts = [protocol, *_spread_words(groups), CASE_WORDS]
+    several = len(split_by_case(groups)) > 1
+    parts = [protocol, *_spread_words(groups), CASE_WORDS if several else "Best means are bold."]
     caption = " ".join([*parts, *describe_untested(groups), *describe_unfinished(groups)])
     names = {group.name: group.name for group in groups}
     return make_table(title, names, case_columns(groups, report, weighting, stages), caption)
@@ -126,6 +136,74 @@ def result_tables(groups: Sequence[Group], stages: Sequence[str] = STAGES) -> li
     unseen = unseen_table(groups)
     rest = [] if unseen is None else [unseen]
     return [*scores, *rest, *difference_tables(groups, stages=stages).values()]
+
+
+Columns: TypeAlias = Literal["means", "all"]
+"""Means and their spread over seeds in methods × cases; or every column, a table for each case."""
+
+
+def write_results(
+    groups: Sequence[Group],
+    files: ResultFiles,
+    stage: str = "local",
+    report: Report = "last",
+    table: Table | None = None,
+) -> None:
+    """Write tables and figures of experiments: what every command and `result.table()` call.
+
+    `stage` comes first. `table` stands in the place of methods × cases, where there is another.
+    """
+    stages = order_stages(stage)
+    for path in files.tables:
+        if files.columns == "all" and path.suffix == ".csv":
+            write_result_file(path, compare_groups(groups, report).to_csv(index=False).encode())
+        elif files.columns == "all":
+            write_tables(result_tables(groups, stages), path)
+        else:
+            write_tables([table or case_table(groups, report, stages=stages)], path)
+    if files.figures or files.bars:
+        from quiverfl.results import figures  # late: matplotlib
+
+        for path in files.figures:
+            rows = split_by_case(figures.name_alike(groups))
+            figures.save_figure(figures.plot_curves(rows, stages), path)
+        for path in files.bars:
+            figures.save_figure(figures.plot_bars(groups, stages, report), path)
+
+
+@dataclass(frozen=True)
+class ResultFiles:
+    """Files of results by what they hold: tables, learning curves, bars of the last round."""
+
+    tables: Sequence[Path] = ()
+    figures: Sequence[Path] = ()
+    bars: Sequence[Path] = ()
+    columns: Columns = "means"
+
+    def check(self, names: tuple[str, str, str] = ("--table", "--figure", "--bars")) -> None:
+        """Refuse names of no known format and files of somebody else, before anything is run."""
+        pictures = {ending: (start,) for ending, start in output_folders.PICTURES.items()}
+        for name, paths in zip(names, (self.tables, self.figures, self.bars), strict=True):
+            beginnings = TABLE_BEGINNINGS if paths is self.tables else pictures
+            for path in paths:
+                if path.suffix not in beginnings:
+                    *others, last = beginnings
+                    known = f"{', '.join(others)} or {last}"
+                    raise QuiverError(f"{name} {path}: its name must end in {known}.")
+                output_folders.refuse_other_file(path, name, *beginnings[path.suffix])
+
+
+TABLE_BEGINNINGS: dict[str, tuple[bytes, ...]] = {
+    ".md": (b"**",),
+    ".csv": (b"method,", b"label,"),
+    ".tex": (rb"\begin{table}",),
+}
+"""How the tables that Quiver writes begin, by the ending of their names."""
+
+
+def order_stages(stage: str) -> tuple[str, ...]:
+    """Both stages, this one first."""
+    return (stage, *(other for other in STAGES if other != stage))
 
 
 def add_case_to_title(table: Table, case: str) -> Table:
@@ -338,7 +416,7 @@ def print_comparison(console: Console, groups: Sequence[Group], stage: str = "lo
 
     Several cases are printed beside each other first, then each with its own tables.
     """
-    stages = (stage, *(other for other in STAGES if other != stage))
+    stages = order_stages(stage)
     cases = split_by_case(groups)
     if len(cases) > 1:
         overview = case_table(groups, stages=stages)
@@ -367,7 +445,7 @@ def _print_case(console: Console, groups: Sequence[Group], stages: Sequence[str]
 
 def print_differences(console: Console, groups: Sequence[Group], stage: str = "local") -> None:
     """Print how sure the differences within each case are, where there are seeds to say it."""
-    stages = (stage, *(other for other in STAGES if other != stage))
+    stages = order_stages(stage)
     together = difference_tables(groups, stages=stages)
     apart = [difference_tables(groups, stages=[one]) for one in stages]
     for case, table in together.items():

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from quiverfl.data.dataset import Dataset
 from quiverfl.engine.history import Recorder
-from quiverfl.errors import Diverged, QuiverError
+from quiverfl.errors import Diverged, QuiverError, suggest
 from quiverfl.methods import METHODS, method_title
 from quiverfl.results.formatting import make_file_name
 from quiverfl.runs.config import Config, parse_config
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from quiverfl.results.curves import Against
+    from quiverfl.results.formatting import Table
     from quiverfl.results.groups import Group
+    from quiverfl.results.summary import Report
+    from quiverfl.results.tables import Columns
+    from quiverfl.types import Stage
 
 
 AnyRun = Run | SavedRun | Path | str
@@ -178,8 +183,79 @@ def check_methods(methods: Any) -> list[str]:
     return names
 
 
+class Results(ReprCard):
+    """Runs beside each other: their numbers, methods × cases, figures and the report."""
+
+    @abstractmethod
+    def open_groups(self) -> AbstractContextManager[Sequence[Group]]:
+        """The experiments; files of runs in memory are there as long as this is open."""
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One row per experiment: both stages (mean, spreads, worst tenth), bytes, seconds."""
+        from quiverfl.results.scores import compare_groups
+
+        with self.open_groups() as groups:
+            return compare_groups(groups)
+
+    def table(
+        self,
+        *files: Path | str,
+        stage: Stage = "local",
+        report: Report = "last",
+        columns: Columns = "means",
+    ) -> Table:
+        """Methods × cases; `stage` comes first. Files end in .md, .tex or .csv.
+
+        `report` says which rounds count: the last, the best or the mean of the last ten.
+        `columns="all"` writes every column into the files, a table for each case.
+        """
+        from quiverfl.results.figures import check_stage
+        from quiverfl.results.tables import ResultFiles, case_table, order_stages, write_results
+
+        check_stage(stage)
+        wanted = ResultFiles(tables=[Path(file) for file in files], columns=columns)
+        wanted.check(("table:", "plot:", "plot:"))
+        with self.open_groups() as groups:
+            write_results(groups, wanted, stage, report)
+            return case_table(groups, report, stages=order_stages(stage))
+
+    def plot(
+        self,
+        *files: Path | str,
+        kind: Literal["curves", "bars"] = "curves",
+        stage: Stage | None = None,
+        against: Against = "rounds",
+        metric: str | None = None,
+    ) -> Figure:
+        """Learning curves or bars, at both stages or one. Files end in .pdf, .svg or .png."""
+        from quiverfl.results import figures
+        from quiverfl.results.curves import AGAINST
+        from quiverfl.results.groups import split_by_case
+        from quiverfl.results.summary import STAGES
+        from quiverfl.results.tables import ResultFiles
+
+        stages = STAGES if stage is None else (figures.check_stage(stage),)
+        places = [Path(file) for file in files]
+        ResultFiles(figures=places).check(("table:", "plot:", "plot:"))
+        if kind not in ("curves", "bars"):
+            raise QuiverError(f"plot: kind = {kind!r}: it is 'curves' or 'bars'.")
+        if against not in AGAINST:
+            raise QuiverError(f"plot: against = {against!r}: {suggest(str(against), AGAINST)}")
+        with self.open_groups() as groups:
+            figures.check_metric([run.history for group in groups for run in group.runs], metric)
+            if kind == "bars":
+                figure = figures.plot_bars(groups, stages)
+            else:
+                rows = split_by_case(figures.name_alike(groups))
+                figure = figures.plot_curves(rows, stages, against, metric)
+        for place in places:
+            figures.save_figure(figure, place)
+        return figure
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Comparison(ReprCard):
+class Comparison(Results):
     """Runs side by side, by method and seed."""
 
     runs: dict[str, Run]
@@ -193,19 +269,8 @@ class Comparison(ReprCard):
         }
         return {"runs": format_thousands(len(self.runs)), **scores}
 
-    @cached_property
-    def table(self) -> pd.DataFrame:
-        """One row per method: both stages (mean, spreads, worst tenth), bytes, steps, seconds."""
-        from quiverfl.results.scores import compare_groups
-
-        with group_by_comparison(list(self.runs.values())) as groups:
-            return compare_groups(groups)
-
-    def plot(self, stage: str = "mixed", metric: str | None = None) -> Figure:
-        """The learning curves of all runs at one stage."""
-        from quiverfl.results.figures import plot_runs
-
-        return plot_runs({label: run.history for label, run in self.runs.items()}, stage, metric)
+    def open_groups(self) -> AbstractContextManager[Sequence[Group]]:
+        return group_by_comparison(list(self.runs.values()))
 
     def report(self, out: Path | str = "report.html", stage: str = "local") -> Path:
         return report(list(self.runs.values()), out, stage)

@@ -30,21 +30,20 @@ def refuse_foreign(
         )
 
 
-PICTURES = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
-"""How the files of pictures begin, by their format."""
+PICTURES = {".pdf": b"%PDF", ".svg": b"<?xml", ".png": b"\x89PNG"}
+"""How the files of pictures begin, by the ending of their names."""
 
 
-def refuse_other_file(path: Path, option: str, beginning: str | bytes) -> None:
+def refuse_other_file(path: Path, option: str, *beginnings: bytes) -> None:
     """Refuse to replace a file that does not begin as the command's own do."""
-    expected = beginning.encode() if isinstance(beginning, str) else beginning
     durable.check_writable(path)
     if not path.exists():
         return
     if path.is_dir():
         raise QuiverError(f"{option} {path}: it is a folder; name a file.")
     with path.open("rb") as file:
-        start = file.read(len(expected))
-    if start not in (b"", expected):
+        start = file.read(max(map(len, beginnings)))
+    if start and not start.startswith(beginnings):
         raise QuiverError(
             f"{option} {path}: the file is there already and is not one that this command wrote: "
             "choose another name, or move it away."

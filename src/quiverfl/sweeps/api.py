@@ -6,17 +6,18 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiverfl.errors import QuiverError
+from quiverfl.methods import method_title
 from quiverfl.options import python_number, refuse_old_names
-from quiverfl.runs.compare import group_by_comparison, report
+from quiverfl.runs.compare import Results, report
 from quiverfl.runs.run import SavedRun, load_run
 from quiverfl.seeds import check_seeds
-from quiverfl.support.cards import ReprCard, format_thousands
+from quiverfl.support.cards import format_thousands
 from quiverfl.sweeps.display import show_sweep
 from quiverfl.sweeps.estimate import Estimate, Reasons, check_cells, estimate_seconds
 from quiverfl.sweeps.executor import (
@@ -30,6 +31,9 @@ from quiverfl.sweeps.plan import Cell, Choice, Sweep, SweepFolder, load_sweep, p
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from quiverfl.results.groups import Group
+    from quiverfl.results.run_files import RunResult
 
 
 class SweepReporter:
@@ -168,8 +172,37 @@ def list_cell_rows(plan: Sweep, folder: SweepFolder) -> list[dict[str, Any]]:
     ]
 
 
+def group_cells(
+    cells: Sequence[Cell], folder: SweepFolder
+) -> tuple[tuple[Group, ...], tuple[str, ...]]:
+    """The finished runs by case, and a sentence for every cell that has none.
+
+    A group's case is the label of its cells: the sweep's own name for its place in the grid.
+    """
+    from quiverfl.results.groups import group_runs
+    from quiverfl.results.run_files import read_run
+
+    runs: dict[str, list[RunResult]] = {}
+    missing = []
+    for cell in cells:
+        state = folder.state(cell)
+        if state == "finished":
+            runs.setdefault(cell.label, []).append(read_run(folder.run(cell)))
+        else:
+            why = "diverged" if state == "diverged" else "has not finished"
+            case = f" on {cell.label}" if cell.label else ""
+            title = method_title(cell.config.method.name)
+            missing.append(f"{title}{case}, seed {cell.config.run.seed}, {why}.")
+    groups = [
+        replace(group, case=label, case_position=position, name=method_title(group.method))
+        for position, (label, own) in enumerate(runs.items())
+        for group in group_runs(own)
+    ]
+    return tuple(groups), tuple(missing)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class SweepResult(ReprCard):
+class SweepResult(Results):
     """The cells of a sweep: how they ended, and what came out of them."""
 
     plan: Sweep
@@ -189,7 +222,7 @@ class SweepResult(ReprCard):
         }
 
     @cached_property
-    def table(self) -> pd.DataFrame:
+    def cells(self) -> pd.DataFrame:
         """One row per cell: case, grid settings, method, seed, state, folder and error.
 
         Finished cells also have their last score at each stage.
@@ -215,15 +248,12 @@ class SweepResult(ReprCard):
         rows = list_cell_rows(self.plan, self.folder)
         return {r["cell"]: r["error"] for r in rows if r["state"] != "finished" and r["error"]}
 
-    def comparison(self, case: str | None = None) -> pd.DataFrame:
-        """Compare methods at each grid point: both stages, bytes, steps, seconds.
-
-        A sweep with several cases needs the name of one.
-        """
-        from quiverfl.results.scores import compare_groups
-
-        with group_by_comparison(self._case_folders(case)) as groups:
-            return compare_groups(groups)
+    @contextlib.contextmanager
+    def open_groups(self) -> Iterator[Sequence[Group]]:
+        groups, _ = group_cells(self.plan.cells, self.folder)
+        if not groups:
+            raise QuiverError("no cell has finished yet; result.cells says why.")
+        yield groups
 
     def report(self, out: Path | str = "report.html", case: str | None = None) -> Path:
         return report(self._case_folders(case), out)
@@ -245,7 +275,7 @@ class SweepResult(ReprCard):
             if cell.case == chosen and self.folder.state(cell) != "new"
         ]
         if not any(cell.case == chosen for cell in self._finished()):
-            raise QuiverError("no cell has finished yet; result.table says why.")
+            raise QuiverError("no cell has finished yet; result.cells says why.")
         return folders
 
 

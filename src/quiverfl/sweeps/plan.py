@@ -3,7 +3,7 @@
     base = "base.toml"          # a configuration file beside this one, a preset's name, or a table
                                 # [base.…]
     methods = ["dfedpgp", …]    # each with what [overrides.METHOD] of the configuration says
-    seeds = [0, 1, 2]
+    seeds = [0, 1, 2]           # or "0-2", or 3
 
     [grid]                      # every combination of these; [[grid]] several times adds them up
     training.lr = [0.03, 0.1]
@@ -44,6 +44,7 @@ from quiverfl.results.run_files import read_json
 from quiverfl.runs.config import UNSET, Config, parse_config
 from quiverfl.runs.config_files import SWEEP_KEYS, config_file, is_bundled, parse_setting, read_toml
 from quiverfl.runs.folder import RunFolder
+from quiverfl.seeds import check_seeds
 from quiverfl.support import durable, output_folders
 
 Tree = dict[str, Any]
@@ -208,6 +209,8 @@ def _blocks(tree: Tree, path: Path) -> list[dict[str, list[Any]]]:
         for block in (written if _is_list(written) else [written])
     ]
     for block in blocks:
+        if "seeds" in block:
+            block["seeds"] = check_seeds(block["seeds"])
         for name, key in (("methods", "method.name"), ("seeds", "run.seed")):
             if name in block:
                 if key in block:
@@ -319,7 +322,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _words(key: str, value: Any) -> str:
-    return f"{key.rsplit('.', 1)[-1]} {value}"
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{key.rsplit('.', 1)[-1]} {text}"
 
 
 # Where a sweep keeps things, and in which state its cells are.

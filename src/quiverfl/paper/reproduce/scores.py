@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
 from typing import Any
@@ -18,11 +18,12 @@ import pandas as pd
 
 from quiverfl.errors import QuiverError
 from quiverfl.methods import METHODS, method_title
-from quiverfl.results.groups import Group, common_metric, group_runs, split_by_case
-from quiverfl.results.run_files import RunResult, read_run
+from quiverfl.results.groups import Group, common_metric, split_by_case
+from quiverfl.results.run_files import RunResult
 from quiverfl.results.scores import compare_groups, cost_by_round, rounds_to_target, seed_std
 from quiverfl.results.statistics import REFERENCE, case_differences
 from quiverfl.results.summary import STAGES, Report, higher_is_better, mean_by_round
+from quiverfl.sweeps.api import group_cells
 from quiverfl.sweeps.plan import Cell, SweepFolder
 
 
@@ -54,25 +55,10 @@ class Results:
 
 def collect_results(cells: Sequence[Cell], places: SweepFolder) -> Results:
     """Read the cells that have finished; say which have not."""
-    runs: dict[str, list[RunResult]] = {}
-    missing = []
-    for cell in cells:
-        state = places.state(cell)
-        if state == "finished":
-            runs.setdefault(cell.label, []).append(read_run(places.run(cell)))
-        else:
-            why = "diverged" if state == "diverged" else "has not finished"
-            case = f" on {cell.label}" if cell.label else ""
-            title = method_title(cell.config.method.name)
-            missing.append(f"{title}{case}, seed {cell.config.run.seed}, {why}.")
-    if not runs:
+    groups, missing = group_cells(cells, places)
+    if not groups:
         raise QuiverError(f"nothing has finished yet. {' '.join(missing[:3])}")
-    groups = [
-        replace(group, case=label, case_position=position, name=method_title(group.method))
-        for position, (label, own) in enumerate(runs.items())
-        for group in group_runs(own)
-    ]
-    return Results(tuple(groups), tuple(missing))
+    return Results(groups, missing)
 
 
 # What the paper prints.

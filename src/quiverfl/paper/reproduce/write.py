@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +12,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from quiverfl.errors import QuiverError
 from quiverfl.methods import method_title
 from quiverfl.paper.reproduce import scores, tables
 from quiverfl.paper.reproduce.catalogue import Item
 from quiverfl.paper.reproduce.scores import Results, collect_results
-from quiverfl.results.curves import Against
-from quiverfl.results.figures import draw_curves, make_figure, make_panels, save_figure
+from quiverfl.results.figures import make_figure, make_panels, plot_curves, save_figure
 from quiverfl.results.formatting import Table, make_file_name, write_result_file, write_tables
 from quiverfl.results.groups import Group
 from quiverfl.results.palette import Style
@@ -34,7 +34,8 @@ from quiverfl.results.report.html import (
 from quiverfl.results.report.page import write_report
 from quiverfl.results.run_files import Counts
 from quiverfl.results.statistics import draw_ranks, rank_methods
-from quiverfl.results.summary import STAGES, Report
+from quiverfl.results.summary import Report
+from quiverfl.results.tables import ResultFiles, order_stages, write_results
 from quiverfl.runs.experiment import load_data, partition_data
 from quiverfl.sweeps.plan import WRITTEN, SweepFolder
 from quiverfl.sweeps.plan import Cell as SweepCell
@@ -87,14 +88,15 @@ def list_written_files(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Which stage comes first, and which rounds count."""
+    """Which stage comes first, which rounds count, and files besides those of the folder."""
 
     stage: str = "local"
     report: Report = "last"
+    files: ResultFiles = field(default_factory=ResultFiles)
 
     @property
     def stages(self) -> tuple[str, ...]:
-        return (self.stage, *(other for other in STAGES if other != self.stage))
+        return order_stages(self.stage)
 
 
 def write_item(
@@ -108,7 +110,7 @@ def write_item(
     """Write every file of an item into a folder; its tables, for the terminal."""
     output = OutputFolder(folder)
     if item.kind == "partition":
-        item_tables = _write_partitions(name, item, cells, output)
+        item_tables = _write_partitions(name, item, cells, output, options.files)
     else:
         item_tables = _write_results(name, item, cells, places, output, options)
     output.finish()
@@ -136,6 +138,8 @@ def _write_results(
     reports = {}
     if item.kind == "accuracy":
         reports = _write_reports(cells, places, output, options.stage)
+    first, *_ = item_tables.values()
+    write_results(results.groups, options.files, options.stage, options.report, first)
     by_title = {title: figure for (_, title), figure in figures.items()}
     text = make_item_page(name, item, list(item_tables.values()), by_title, results, reports)
     write_result_file(output.add("report.html"), text.encode())
@@ -180,9 +184,9 @@ def _make_figures(
 ) -> dict[tuple[str, str], Figure]:
     """Figures by the stem of their files and their title."""
     rows = curves_by_method(results) if item.kind == "series" else results.cases
-    figures = {
-        ("curves", "Learning curves, against rounds"): draw_panels(rows, options.stages, "rounds"),
-        ("curves-steps", "Learning curves, against local steps"): draw_panels(
+    figures: dict[tuple[str, str], Figure] = {
+        ("curves", "Learning curves, against rounds"): plot_curves(rows, options.stages, "rounds"),
+        ("curves-steps", "Learning curves, against local steps"): plot_curves(
             rows, options.stages, "steps"
         ),
     }
@@ -210,9 +214,15 @@ def _write_reports(
 
 
 def _write_partitions(
-    name: str, item: Item, cells: Sequence[SweepCell], output: OutputFolder
+    name: str,
+    item: Item,
+    cells: Sequence[SweepCell],
+    output: OutputFolder,
+    files: ResultFiles,
 ) -> list[Table]:
     """Write heat-maps and a few numbers about them; nothing is trained."""
+    if files.bars:
+        raise QuiverError(f"--bars: {name} has no results to draw as bars; use --figure.")
     configs = {cell.label: cell.config for cell in cells}
     partitions = {
         label: partition_data(config, load_data(config)) for label, config in configs.items()
@@ -223,6 +233,10 @@ def _write_partitions(
     output.write_table(table, name)
     write_tables([table], output.add(f"{name}.csv"))
     output.write_figure(figure, f"{name}-partitions")
+    for path in files.tables:
+        write_tables([table], path)
+    for path in files.figures:
+        save_figure(figure, path)
     text = make_item_page(name, item, [table], {"Clients across, classes down": figure})
     write_result_file(output.add("report.html"), text.encode())
     return [table]
@@ -282,28 +296,6 @@ def curves_by_method(results: Results) -> dict[str, list[Group]]:
 def _series_style(index: int) -> Style:
     return Style(
         SERIES_COLORS[index % len(SERIES_COLORS)], SERIES_MARKERS[index % len(SERIES_MARKERS)]
-    )
-
-
-def draw_panels(
-    rows: Mapping[str, Sequence[Group]], stages: Sequence[str], against: Against
-) -> Figure:
-    """A row of panels for each title, the stages beside each other on one scale."""
-
-    def draw(groups: Sequence[Group], stage: str, axes: Axes) -> None:
-        draw_curves(axes, groups, stage, against)
-        axes.label_outer()
-        axes.tick_params(labelbottom=True)
-
-    return make_panels(
-        [
-            [(f"{title}: stage {stage}", partial(draw, groups, stage)) for stage in stages]
-            for title, groups in rows.items()
-        ],
-        (10.8, 0.5 + 3.2 * len(rows)),
-        collect_key=True,
-        sharey="row",
-        sharex="row",
     )
 
 

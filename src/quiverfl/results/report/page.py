@@ -48,7 +48,7 @@ from quiverfl.results.report.html import (
 )
 from quiverfl.results.run_files import RunResult, find_runs
 from quiverfl.results.statistics import REFERENCE, choose_reference
-from quiverfl.results.summary import STAGE_WORDS, STAGES
+from quiverfl.results.summary import STAGE_WORDS
 from quiverfl.results.tables import (
     REPORT_TITLES,
     add_case_to_title,
@@ -57,6 +57,7 @@ from quiverfl.results.tables import (
     cost_table,
     describe_unfinished,
     difference_tables,
+    order_stages,
     unseen_table,
 )
 from quiverfl.support import durable
@@ -109,7 +110,7 @@ def _is_report(path: Path) -> bool:
 
 def make_report(groups: Sequence[Group], stage: str = "local", reference: str = REFERENCE) -> str:
     """Make the page; the named stage comes first, the other beside it."""
-    stages = (stage, *(other for other in STAGES if other != stage))
+    stages = order_stages(stage)
     return make_page(
         make_title(groups),
         [
@@ -219,7 +220,13 @@ def _format_start(runs: Sequence[RunResult]) -> str:
 
 
 def _data_name(run: RunResult) -> str:
-    return str(run.config.get("data", {}).get("name", "unknown data"))
+    """The data set's name; of data of one's own the name of its file or folder."""
+    data = run.config.get("data", {})
+    options = data.get("options")
+    path = options.get("path") if isinstance(options, dict) else None
+    return (
+        Path(path).name if isinstance(path, str) and path else str(data.get("name", "unknown data"))
+    )
 
 
 def describe_partition(run: RunResult) -> str:
