@@ -57,11 +57,11 @@ def test_lengths_and_shapes_that_do_not_fit() -> None:
         qv.FederatedData.from_arrays(pairs(), pairs()[:1])
 
 
-def test_a_model_with_batch_norm() -> None:
+def test_a_model_whose_batch_norm_needs_all_processes() -> None:
     def normed() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        return nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4), nn.Linear(4, 3))
 
-    with pytest.raises(qv.QuiverError, match=r"'1' is a BatchNorm1d.*GroupNorm.*qv\.group_norm"):
+    with pytest.raises(qv.QuiverError, match=r"'1' is a SyncBatchNorm.*qv\.group_norm"):
         qv.Task(model=normed, personal=("2",))
 
 

@@ -21,6 +21,10 @@ from quiverfl.trees import Layout, Tree, tree_map
 
 InputStyle: TypeAlias = Literal["arguments", "tree"]
 """Whether a dictionary or tuple of inputs is several arguments of the model, or one."""
+BufferUse: TypeAlias = Literal["personal", "mixed"]
+"""Whether running statistics stay with their client, or are averaged with the shared part."""
+BATCH_NORM = "batch_norm"
+"""Among the personal prefixes: the parameters of all BatchNorm layers, as in FedBN."""
 
 
 class Params(NamedTuple):
@@ -56,6 +60,10 @@ class Task(ReprCard):
 
     Parameters with `requires_grad=False` stay as they are: neither trained nor sent, and kept once
     for all clients, as buffers are. Their values are those of `model()` whatever the run's seed.
+
+    Running statistics are the buffers of a module whose `track_running_stats` is true, such as
+    BatchNorm. They belong to a client: its training changes them, and they are never sent unless
+    `buffers="mixed"`. "batch_norm" in `personal` names the parameters of all BatchNorm layers.
     """
 
     model: Callable[[], nn.Module]
@@ -63,6 +71,7 @@ class Task(ReprCard):
     loss: Any = "cross_entropy"  # PerSample, once it has been looked up
     metrics: Any = None  # dict[str, AnyMetric], once they have been
     inputs: InputStyle = "arguments"
+    buffers: BufferUse = "personal"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metrics", find_metrics(self.metrics, self.loss))
@@ -70,6 +79,9 @@ class Task(ReprCard):
         if self.inputs not in get_args(InputStyle):
             known = suggest(str(self.inputs), get_args(InputStyle))
             raise QuiverError(f"Task.inputs = {self.inputs!r}: {known}")
+        if self.buffers not in get_args(BufferUse):
+            known = suggest(str(self.buffers), get_args(BufferUse))
+            raise QuiverError(f"Task.buffers = {self.buffers!r}: {known}")
         object.__setattr__(self, "personal", _check_prefixes(self.personal))
         if isinstance(self.model, nn.Module) or not callable(self.model):
             raise QuiverError(
@@ -77,7 +89,8 @@ class Task(ReprCard):
                 "fresh nn.Module, such as the class itself."
             )
         _check_model(self.skeleton)
-        _refuse_batch_statistics(self.skeleton)
+        _check_layers(self.skeleton)
+        object.__setattr__(self, "personal", _name_batch_norms(self.skeleton, self.personal))
         names = [name for name, _ in self._trainable()]
         every = [name for name, _ in self.skeleton.named_parameters()]
         if not every:
@@ -144,6 +157,16 @@ class Task(ReprCard):
     def personal_layout(self) -> Layout:
         return Layout.from_named((n, p) for n, p in self._trainable() if self._is_personal(n))
 
+    @cached_property
+    def statistics_layout(self) -> Layout:
+        """Running statistics, which are no parameters; empty for most models."""
+        return Layout.from_named(_running_statistics(self.skeleton))
+
+    def initial_statistics(self) -> Tensor:
+        """Those of `model()`, the same for every client."""
+        named = dict(_running_statistics(self.skeleton))
+        return self.statistics_layout.join({n: leaf.float() for n, leaf in named.items()})
+
     def _is_personal(self, name: str) -> bool:
         return any(_is_below(name, prefix) for prefix in self.personal)
 
@@ -160,8 +183,8 @@ class Task(ReprCard):
             **self.personal_layout.split(params.personal),
         }
 
-    def make_module(self, params: Params) -> nn.Module:
-        """A model of its own with these parameters, ready to use."""
+    def make_module(self, params: Params, statistics: Tensor | None = None) -> nn.Module:
+        """A model of its own with these parameters and running statistics, ready to use."""
         with _SeededTorch(0):
             module = self.model()
         module = module.to(device=params.shared.device, dtype=params.shared.dtype).eval()
@@ -170,6 +193,11 @@ class Task(ReprCard):
             for name, parameter in module.named_parameters():
                 if name in named:
                     parameter.copy_(named[name])
+            if statistics is not None:
+                kept = self.statistics_layout.split(statistics)
+                for name, buffer in module.named_buffers():
+                    if name in kept:
+                        buffer.copy_(kept[name])
         return module
 
     @cached_property
@@ -265,18 +293,54 @@ def _is_tree(tree: Any) -> bool:
     return isinstance(tree, Tensor)
 
 
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise QuiverError(
-                f"the model's layer {name!r} is a {kind}, which mixes the samples of a batch and "
-                "keeps running statistics; a client's model must be a pure function of its "
-                "parameters and of one sample. Replace all of them by GroupNorm in one call: "
-                "model=lambda: qv.group_norm(make_model())."
-            )
+def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of every module that says it keeps running statistics, by name."""
+    for prefix, module in model.named_modules():
         if getattr(module, "track_running_stats", False):
+            yield from module.named_buffers(prefix, recurse=False)
+
+
+def _name_batch_norms(model: nn.Module, prefixes: tuple[str, ...]) -> tuple[str, ...]:
+    """The prefixes with "batch_norm" replaced by the names of these layers."""
+    if BATCH_NORM not in prefixes or BATCH_NORM in dict(model.named_modules()):
+        return prefixes
+    kinds = nn.modules.batchnorm._BatchNorm
+    layers = tuple(
+        name for name, m in model.named_modules() if isinstance(m, kinds) and m.weight is not None
+    )
+    if not layers:
+        raise QuiverError(
+            f"personal prefix {BATCH_NORM!r} names the parameters of BatchNorm layers, and the "
+            "model has none: name another part, such as 'head'."
+        )
+    return (*(prefix for prefix in prefixes if prefix != BATCH_NORM), *layers)
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Refuse layers that a client cannot train by itself, or whose shapes nobody knows yet."""
+    for name, module in model.named_modules():
+        what = f"the model's layer {name!r} is a {type(module).__name__}"
+        lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
+        if lazy and module.has_uninitialized_params():
             raise QuiverError(
-                f"the model's layer {name!r} is a {kind} that keeps running statistics; a client's "
-                "model must be a pure function of its parameters: set track_running_stats=False."
+                f"{what}, whose shape is not known before its first call: let `model` call it "
+                "once on an example, or give the shape."
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise QuiverError(
+                f"{what}, which needs all processes at every step; clients meet once a round. Use "
+                "nn.BatchNorm2d, whose statistics stay with a client, or qv.group_norm(model)."
+            )
+        tracks = getattr(module, "track_running_stats", False)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not tracks:
+            raise QuiverError(
+                f"{what} without running statistics: in use its output for a sample would depend "
+                "on the rest of the batch. Set track_running_stats=True, or use "
+                "qv.group_norm(model)."
+            )
+    for name, buffer in _running_statistics(model):
+        if not torch.isfinite(buffer).all():
+            raise QuiverError(
+                f"the running statistics {name!r} of the model hold NaN or infinite numbers: the "
+                "weights that it was given are damaged, or its training diverged."
             )

@@ -12,10 +12,10 @@ import torch
 import quiverfl as qv
 import rank_cases as tried
 from quiverfl.engine.exchange.matrix import mix
-from small import AWAY, CLIENTS, TRAINING, tiny_data, tiny_task
+from small import AWAY, CLIENTS, TRAINING, normed_task, tiny_data, tiny_task
 
 NAMES = [f"{method}-{graphs(6).name}" for method, graphs in tried.CASES]
-WORKS = ["methods", "mixed", "refused", "resumed", "transformed", "overspent"]
+WORKS = ["methods", "mixed", "refused", "resumed", "transformed", "overspent", "normed"]
 TIMES = ("seconds", "train_seconds", "evaluate_seconds", "mix_seconds")
 
 
@@ -33,10 +33,11 @@ def assert_same(
     *how: str,
     since: int = 0,
     transforms: dict[str, Any] | None = None,
+    task: qv.Task | None = None,
 ) -> None:
     """States, kept models, every evaluation and every record but the seconds, since a round."""
     whole = qv.simulate(
-        tiny_task(),
+        task or tiny_task(),
         tiny_data(),
         method=method,
         topology=graphs(CLIENTS),
@@ -49,6 +50,8 @@ def assert_same(
         whole._shard.state._fields, whole._shard.state, states, strict=True
     ):
         assert torch.equal(one, other), name
+    if whole._shard.statistics is not None:
+        assert torch.equal(whole._shard.statistics, torch.cat([p["statistics"] for p in parts]))
     kept = {client: point for part in parts for client, point in part["local"].items()}
     assert kept.keys() == whole._shard.local.points.keys()
     for client, point in whole._shard.local.points.items():
@@ -116,6 +119,16 @@ def same_mixing(found: list[dict[str, torch.Tensor]]) -> None:
                 expected = mix(graph, tried.message(shape, dtype))
                 key = f"{name} {leaf} {dtype}"
                 assert torch.equal(expected, torch.cat([part[key] for part in found])), key
+
+
+@pytest.mark.parametrize("case", range(len(tried.NORMED)))
+def test_running_statistics_are_those_of_one_process(pair: dict[str, list[Any]], case: int) -> None:
+    """In a whole run, and after a checkpoint that both ranks wrote."""
+    method, graphs, options = tried.NORMED[case]
+    for place, since in ((2 * case, 0), (2 * case + 1, 2)):
+        parts = [found[place] for found in pair["normed"]]
+        task = normed_task(**options)
+        assert_same(parts, method, graphs, "sequential", since=since, task=task)
 
 
 def test_mixing_is_that_of_one_process(pair: dict[str, list[Any]]) -> None:

@@ -130,6 +130,46 @@ class Images(nn.Module):
         return logits
 
 
+class Mobile(nn.Module):
+    """A small MobileNet: depthwise and pointwise convolutions, each with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def normed(*convolution: Any, **options: Any) -> list[nn.Module]:
+            layer = nn.Conv2d(*convolution, bias=False, **options)
+            return [layer, nn.BatchNorm2d(layer.out_channels), nn.ReLU6()]
+
+        self.body = nn.Sequential(
+            *normed(1, 4, 3, padding=1),
+            *normed(4, 4, 3, padding=1, groups=4),
+            *normed(4, 8, 1),
+            *normed(8, 8, 3, stride=2, groups=8),
+            *normed(8, 6, 1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+class NormedWords(nn.Module):
+    """Words of which a linear layer has BatchNorm behind it: for adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(PLACES), nn.Flatten())
+        self.head = nn.Linear(8 * PLACES, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.body(self.words(ids))))
+        return logits
+
+
 class Frozen(Vectors):
     def __init__(self) -> None:
         super().__init__()
@@ -219,6 +259,8 @@ class Row:
     task: dict[str, Any] = field(default_factory=dict)
     stacks: bool = True
     """Otherwise it is computed for one client after the other."""
+    convolutional: bool = False
+    """What `auto` computes one by one on a CPU anyway, and so says nothing of."""
 
 
 ZOO = {
@@ -234,6 +276,16 @@ ZOO = {
     "a dictionary as one argument": Row(Whole, named, {"inputs": "tree"}),
     "several targets": Row(lambda: Vectors(4), two_targets, {"loss": both_losses, "metrics": {}}),
     "dropout": Row(Dropping),
+    "BatchNorm CNN": Row(Images, images, stacks=False, convolutional=True),
+    "BatchNorm, all of it shared": Row(
+        Images, images, {"personal": (), "buffers": "mixed"}, stacks=False, convolutional=True
+    ),
+    "MobileNet with BatchNorm": Row(Mobile, images, stacks=False, convolutional=True),
+    "BatchNorm and LoRA": Row(
+        lambda: qv.lora(NormedWords(), rank=2, targets=("body",), train=("head",)),
+        sentences,
+        stacks=False,
+    ),
     "BatchNorm made GroupNorm": Row(lambda: qv.group_norm(Normed())),
     "BatchNorm2d made GroupNorm": Row(lambda: qv.group_norm(Images()), images),
     "frozen body": Row(Frozen),
@@ -286,7 +338,9 @@ def test_auto_does_not_fall_back(name: str) -> None:
         run(ZOO[name], rounds=1)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ZOO.items() if not row.stacks])
+@pytest.mark.parametrize(
+    "name", [name for name, row in ZOO.items() if not row.stacks and not row.convolutional]
+)
 def test_auto_falls_back_and_says_so_once(name: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -298,7 +352,7 @@ def test_auto_falls_back_and_says_so_once(name: str) -> None:
     assert apart(found, run(ZOO[name], executor="sequential")) == 0
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "a branch on a value"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "a branch on a value", "BatchNorm CNN"])
 def test_what_cannot_be_stacked_is_refused_if_asked_for(name: str) -> None:
     with pytest.raises(qv.QuiverError, match=r"executor = 'vectorized': .* Use 'sequential'"):
         run(ZOO[name], executor="vectorized")
@@ -313,10 +367,13 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert apart(stacked, run(ZOO[name], torch.float32)) < 0.1
 
 
-@pytest.mark.parametrize("model", [Normed, Images])
-def test_batch_norm_is_refused_and_the_remedy_named(model: Any) -> None:
-    with pytest.raises(qv.QuiverError, match=r"mixes the samples.*qv\.group_norm"):
-        qv.Task(model)
+def test_running_statistics_of_a_frozen_body_are_the_clients_own() -> None:
+    """With adapters: what is frozen is not trained, and its statistics still follow the data."""
+    found = run(ZOO["BatchNorm and LoRA"])
+    one, other = (found.parameters(client) for client in (0, 1))
+    assert not torch.equal(one["body.1.running_mean"], other["body.1.running_mean"])
+    assert "body.0.weight" not in one
+    assert one["body.1.num_batches_tracked"] > 0
 
 
 @pytest.mark.parametrize("name", ZOO)

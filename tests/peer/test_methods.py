@@ -39,7 +39,7 @@ from small import (
     SIZES,
     SOME,
     TRAINING,
-    TinyModel,
+    normed_task,
     tiny_data,
     tiny_task,
 )
@@ -61,10 +61,11 @@ def node_on(
     mode: Mode = "sync",
     transforms: Transforms = PLAIN,
     trace: Trace = lambda point: None,
+    task: qv.Task | None = None,
 ) -> Node:
     """A peer with the small federation's client of its number."""
     roster = Roster.read(folder / ROSTER)
-    number, task = roster.number(folder.name), tiny_task()
+    number, task = roster.number(folder.name), task or tiny_task()
     settings = RunSettings(rounds=ROUNDS, dtype=dtype, executor="sequential", threads=1)
     data = tiny_data(SIZES[: topology.clients]).select([number])
     private = transforms.privacy if isinstance(transforms.privacy, qv.DPSGD) else None
@@ -108,11 +109,15 @@ def play_peers(
     dtype: torch.dtype = torch.float64,
     mode: Mode = "sync",
     transforms: Transforms = PLAIN,
+    task: qv.Task | None = None,
 ) -> Played:
     folders = make_folders(root, topology.clients)
 
     async def scenario() -> tuple[list[Node], float]:
-        nodes = [node_on(folder, method, topology, dtype, mode, transforms) for folder in folders]
+        nodes = [
+            node_on(folder, method, topology, dtype, mode, transforms, task=task)
+            for folder in folders
+        ]
         first = float(np.mean([training_loss(node) for node in nodes]))
         outcomes = await asyncio.wait_for(asyncio.gather(*(node.run() for node in nodes)), 120)
         for node, outcome in zip(nodes, outcomes, strict=True):
@@ -126,15 +131,22 @@ def play_peers(
 
 
 def training_loss(node: Node) -> float:
-    model, split = TinyModel().double(), tiny_data().train.select([node.number])
+    model: nn.Module = node.learner._task.model().double().eval()
+    split = tiny_data().train.select([node.number])
     leaves = {name: torch.from_numpy(leaf).double() for name, leaf in node.learner.model().items()}
     model.load_state_dict(leaves)
     return nn.functional.cross_entropy(model(split.x.double()), split.y).item()
 
 
-def simulated(method: Any, topology: Topology, dtype: torch.dtype, **options: Any) -> qv.Run:
+def simulated(
+    method: Any,
+    topology: Topology,
+    dtype: torch.dtype,
+    task: qv.Task | None = None,
+    **options: Any,
+) -> qv.Run:
     return qv.simulate(
-        tiny_task(),
+        task or tiny_task(),
         tiny_data(SIZES[: topology.clients]),
         method=method,
         topology=topology,
@@ -152,8 +164,9 @@ def same_as_simulated(
     topology: Topology,
     dtype: torch.dtype,
     transforms: Transforms = PLAIN,
+    task: qv.Task | None = None,
 ) -> None:
-    run = simulated(method, topology, dtype, arithmetic="peers", **vars(transforms))
+    run = simulated(method, topology, dtype, task, arithmetic="peers", **vars(transforms))
     for name, leaf in run._shard.state._asdict().items():
         assert torch.equal(played.field(name), leaf), name
     for number, node in enumerate(played.nodes):
@@ -188,6 +201,27 @@ def test_sync_peers_equal_the_simulation(tmp_path: Path, method: Any, topology: 
     """Without and with a mass, sparse, by shares and by copies; float32, over gRPC."""
     played = play_peers(tmp_path, method, topology, torch.float32)
     same_as_simulated(played, method, topology, torch.float32)
+
+
+@pytest.mark.parametrize("buffers", ["personal", "mixed"])
+def test_batch_norm_between_three_peers(tmp_path: Path, buffers: Any) -> None:
+    """Statistics stay at the peer, or travel as one more leaf; a restart finds them again."""
+    topology, method = ONE_PUSH(3), qv.DFedPGP(shared_epochs=1)
+    task = normed_task(buffers=buffers)
+    played = play_peers(tmp_path, method, topology, torch.float32, task=task)
+    same_as_simulated(played, method, topology, torch.float32, task=task)
+    run = simulated(method, topology, torch.float32, task, arithmetic="peers")
+    for number, node in enumerate(played.nodes):
+        learner: Any = node.learner
+        assert torch.equal(learner._shard.statistics[0], run._shard.statistics[number])
+        assert ("running_statistics" in learner.message()) == (buffers == "mixed")
+        rest, exported = learner.rest(), learner.model()
+        learner._shard.statistics.zero_()
+        learner.restore(rest)
+        assert torch.equal(learner._shard.statistics[0], run._shard.statistics[number])
+        wanted = run.parameters(number)
+        assert exported.keys() == wanted.keys()
+        assert (exported["body.2.running_var"] == wanted["body.2.running_var"].numpy()).all()
 
 
 GRAPHS = {

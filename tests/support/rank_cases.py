@@ -31,7 +31,17 @@ from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Train
 from quiverfl.topologies.graph import Graph
 from quiverfl.transforms import Transforms
-from small import AWAY, CLIENTS, METHODS, PULL, PUSH, TRAINING, tiny_data, tiny_task
+from small import (
+    AWAY,
+    CLIENTS,
+    METHODS,
+    PULL,
+    PUSH,
+    TRAINING,
+    normed_task,
+    tiny_data,
+    tiny_task,
+)
 
 RING = lambda m: qv.ring(clients=m)  # noqa: E731
 LOOKING = [
@@ -105,6 +115,7 @@ def simulation(
     topology: Any,
     chosen: RunSettings,
     transforms: dict[str, Any] | None = None,
+    task: qv.Task | None = None,
 ) -> RankSimulation:
     data = tiny_data()
     federation = federation_of(data.train.sizes, data.test.sizes, chosen, ranks.size)
@@ -112,7 +123,7 @@ def simulation(
     return RankSimulation(
         ranks,
         federation,
-        tiny_task(),
+        task or tiny_task(),
         here,
         method,
         topology,
@@ -131,7 +142,9 @@ def played(
 
 def found_by(run: qv.Run) -> dict[str, Any]:
     kept = {int(run._shard.ids[row]): p for row, p in run._shard.local.points.items()}
+    statistics = run._shard.statistics
     return {
+        "statistics": None if statistics is None else statistics.clone(),
         "state": [leaf.clone() for leaf in run._shard.state],
         "local": {client: tuple(point) for client, point in kept.items()},
         "evaluations": run._history.evaluations,
@@ -212,6 +225,33 @@ def _resumed(
     return found_by(made.run(resume=taken))
 
 
+NORMED: list[tuple[Any, Any, dict[str, Any]]] = [
+    (DFEDPGP, AWAY, {}),
+    (DFEDPGP, AWAY, {"buffers": "mixed"}),
+    (qv.Ditto(epochs=1), lambda m: qv.star(clients=m, sampled=3), {"buffers": "mixed"}),
+]
+"""With BatchNorm: kept and sent, with a mass and with sample counts, of one model and of two."""
+
+
+def normed(ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
+    """A whole run, and the last of its rounds after a checkpoint."""
+    found = []
+    for place, (method, graphs, options) in enumerate(NORMED):
+        chosen = replace(settings(method, "sequential"), checkpoint_every=2)
+        made = simulation(ranks, method, graphs(CLIENTS), chosen, task=normed_task(**options))
+        path = folder / f"normed-{place}"
+
+        def keep(write: Callable[[Path], Path], path: Path = path) -> None:
+            write(path)
+
+        found.append(found_by(made.run(checkpoint=keep if ranks.rank == 0 else None)))
+        taken = None
+        if ranks.rank == 0:
+            taken = Checkpoint.load(path / "round-000002.json", History())
+        found.append(found_by(made.run(resume=taken)))
+    return found
+
+
 OVERSPENT = [qv.UpdatePrivacy(epsilon_budget=5.0), qv.DPSGD(epsilon_budget=8.0)]
 
 
@@ -237,6 +277,7 @@ WORK: dict[str, Callable[[Ranks, Path], Any]] = {
         played(ranks, *case, transforms=transforms) for *case, transforms in TRANSFORMED
     ],
     "overspent": overspent,
+    "normed": normed,
     "mixed": lambda ranks, _: mixed(ranks),
     "refused": refused,
     "resumed": resumed,

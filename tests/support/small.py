@@ -79,3 +79,26 @@ def states(run: qv.Run) -> list[torch.Tensor]:
 
 def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True) if a.numel())
+
+
+class TinyNormed(torch.nn.Module):
+    """Six numbers in as two channels of three, BatchNorm, three classes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(6, 6),
+            torch.nn.Unflatten(1, (2, 3)),
+            torch.nn.BatchNorm1d(2),
+            torch.nn.Tanh(),
+            torch.nn.Flatten(),
+        )
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.body(x))
+        return logits
+
+
+def normed_task(**options: Any) -> qv.Task:
+    return qv.Task(TinyNormed, **options)

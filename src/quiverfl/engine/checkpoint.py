@@ -124,8 +124,12 @@ class Checkpoint:
         for row, point in shard.local.points.items():
             tensors[f"local/{row}/shared"] = point.shared
             tensors[f"local/{row}/personal"] = point.personal
+        for row, statistics in shard.local.statistics.items():
+            tensors[f"local/{row}/statistics"] = statistics
         for number, buffers in shard.buffers.items():
             tensors.update((f"optimizer/{number}/{name}", b) for name, b in buffers.items())
+        if shard.statistics is not None:
+            tensors["statistics"] = shard.statistics
         if shard.context.private is not None:
             tensors["visits"] = torch.from_numpy(shard.visits)
         if shard.reports is not None:
@@ -148,11 +152,15 @@ class Checkpoint:
 
     def apply(self, shard: Shard, exchange: Exchange) -> None:
         """Put everything back."""
-        for name, leaf in shard.state._asdict().items():
-            saved = self.tensors.get(f"state/{name}")
+        own = {f"state/{name}": leaf for name, leaf in shard.state._asdict().items()}
+        if shard.statistics is not None:
+            own["statistics"] = shard.statistics
+        for name, leaf in own.items():
+            saved = self.tensors.get(name)
             if saved is None or saved.shape != leaf.shape or saved.dtype != leaf.dtype:
+                field = name.removeprefix("state/")
                 raise QuiverError(
-                    f"the checkpoint's field {name!r} does not fit this run: it was made with "
+                    f"the checkpoint's field {field!r} does not fit this run: it was made with "
                     "another method, model, data type or number of clients."
                 )
             leaf.copy_(saved)
@@ -164,6 +172,11 @@ class Checkpoint:
         shard.local.points = {
             row: Params(*(kept[f"{row}/{part}"].to(device, copy=True) for part in Params._fields))
             for row in rows
+        }
+        shard.local.statistics = {
+            row: kept[f"{row}/statistics"].to(device, copy=True)
+            for row in rows
+            if f"{row}/statistics" in kept
         }
         shard.local.metrics = {row: dict(metrics) for row, metrics in self.local_metrics.items()}
         if "visits" in self.tensors:

@@ -62,6 +62,8 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
 
 def find_models(shard: Shard, group: ClientGroup, stage: str) -> Params:
     """The models of a group at a stage, fine-tuned where the method evaluates them so."""
+    if shard.statistics is not None:
+        shard.open_statistics(group.rows, stage)
     if stage == "local":
         params = shard.local.replace(group.rows, shard.personal)
     else:
@@ -205,6 +207,8 @@ class LocalModels:
     def __init__(self) -> None:
         self.points: dict[int, Params] = {}
         self.metrics: dict[int, dict[str, float]] = {}
+        self.statistics: dict[int, Tensor] = {}
+        """Their running statistics, [models, size], where these are mixed later."""
 
     def keep(self, rows: Integers, stacked: Params) -> None:
         for place, row in enumerate(rows):
@@ -214,6 +218,7 @@ class LocalModels:
         for row in rows:
             self.points.pop(int(row), None)
             self.metrics.pop(int(row), None)
+            self.statistics.pop(int(row), None)
 
     def replace(self, rows: Integers, current: Callable[[Integers], Params]) -> Params:
         """The models of these rows: remembered ones, and for the others what they are now."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.client_reports import ReportExchange
@@ -24,7 +25,9 @@ from quiverfl.engine.states import (
     PhaseBuffers,
     check_finite,
     initial_states,
+    initial_statistics,
     merge_states,
+    statistics_weight,
     take_rows,
     to_device,
     write_rows,
@@ -38,6 +41,9 @@ from quiverfl.topologies.reports import ReportSpec, ReportView
 from quiverfl.training import Training
 from quiverfl.transforms.privacy import DPSGD, check_budget
 from quiverfl.types import Flags, Integers, Metrics
+
+STATISTICS = "running_statistics"
+"""The leaf of a message that holds running statistics, where they are averaged."""
 
 
 class Shard:
@@ -81,6 +87,11 @@ class Shard:
         self.shared = next(iter(select_fields(self.state, "shared")), None)
         """The field of the state that is shared, if there is one."""
         self.buffers = PhaseBuffers(len(self.ids), self.context.device, home)
+        self.statistics = initial_statistics(
+            task, self._phases, len(self.ids), settings.dtype, home
+        )
+        """Running statistics, [clients, models, size]; None if the model has none."""
+        self._mixes_statistics = self.statistics is not None and task.buffers == "mixed"
         self.local = LocalModels()
         self.steps: Integers = np.zeros(len(self.ids), dtype=np.int64)
         """Local steps of the last round."""
@@ -113,6 +124,7 @@ class Shard:
     def _train_group(self, round: int, share: float, group: ClientGroup) -> None:
         reports = self.reports
         state = to_device(take_rows(self.state, group.rows), self.context.device)
+        statistics = self.open_statistics(group.rows) if self.statistics is not None else None
         record_updates = None if reports is None else reports.record_losses(state, group)
         for number, phase in enumerate(self._phases):
             state = self._take_phase(phase, state, group, PhaseIndex(round, number, share))
@@ -120,7 +132,20 @@ class Shard:
         if record_updates is not None:
             record_updates(state)
         write_rows(self.state, group.rows, state)
+        if self.statistics is not None and statistics is not None:
+            check_finite((statistics[None],), group.ids, round, "its running statistics")
+            self.statistics[group.rows] = statistics.to(self.statistics.device)
         self.local.forget(group.rows)
+
+    def open_statistics(self, rows: Integers, stage: str = "mixed") -> Tensor:
+        """Give a client's modules a copy of its running statistics, which training changes."""
+        assert self.statistics is not None
+        statistics = self.statistics[int(rows[0])]
+        if stage == "local":
+            statistics = self.local.statistics.get(int(rows[0]), statistics)
+        copy = statistics.to(self.context.device, copy=True)
+        self.context.programs.open_client(copy)
+        return copy
 
     def _take_phase(self, phase: Phase, state: Any, group: ClientGroup, index: PhaseIndex) -> Any:
         rows, epochs = group.rows, self._settings.epochs_per_client
@@ -157,6 +182,9 @@ class Shard:
         for begin in range(0, len(rows), width):
             some = rows[begin : begin + width]
             self.local.keep(some, self.personal(some))
+            if self._mixes_statistics and self.statistics is not None:
+                own = {row: self.statistics[row].clone() for row in some.tolist()}
+                self.local.statistics.update(own)
 
     def personal(self, rows: Integers) -> Params:
         """The models that the clients of these rows would use now."""
@@ -166,6 +194,14 @@ class Shard:
         """The model one client would use, fine-tuned where the method evaluates it so."""
         group = ClientGroup(np.array([row]), self.ids[row : row + 1])
         return Params(*(part[0].clone() for part in find_models(self, group, stage)))
+
+    def model_statistics(self, row: int, stage: str) -> Tensor | None:
+        """The running statistics of that model; None if it has none."""
+        if self.statistics is None:
+            return None
+        group = ClientGroup(np.array([row]), self.ids[row : row + 1])
+        find_models(self, group, stage)
+        return self.context.programs.statistics[0]
 
     def evaluate(self, round: int, stage: str) -> Metrics:
         """Metrics of every client on its own test split; nothing is changed by looking."""
@@ -179,10 +215,11 @@ class Shard:
         """The messages of all or of these senders. A leaf sent as it stands is the state's own."""
         emit = vmap_clients(self.method.message)
         if senders is None:
-            return dict(emit(self.state))
+            return self._add_statistics(dict(emit(self.state)))
         rows = self.world.rows_of(senders)
         # vmap takes no empty stack: one client gives the shapes of a message without any.
         some = emit(take_rows(self.state, rows if len(rows) else np.array([0])))
+        some = self._add_statistics(some, rows)
         return {name: leaf[: len(rows)] for name, leaf in some.items()}
 
     def payload(self, outbox: Message, senders: Integers | None = None) -> Integers:
@@ -192,7 +229,9 @@ class Shard:
         if outbox and len(rows):
             beside = 0 if self.reports is None else self.reports.looks.bytes
             if isinstance(self.method, SizesMessages):
-                sizes[rows] = vmap_clients(self.method.payload)(outbox).cpu().numpy() + beside
+                sent = {name: leaf for name, leaf in outbox.items() if name != STATISTICS}
+                beside += outbox[STATISTICS][0].nbytes if STATISTICS in outbox else 0
+                sizes[rows] = vmap_clients(self.method.payload)(sent).cpu().numpy() + beside
             else:
                 sizes[rows] = sum(leaf[0].nbytes for leaf in outbox.values()) + beside
         return np.asarray(self.world.gather(torch.from_numpy(sizes)))
@@ -200,4 +239,31 @@ class Shard:
     def merge(self, mixed: Message, offline: Flags | None = None) -> None:
         """Merge what arrived. Offline clients receive nothing from a server: its state stays."""
         away = None if offline is None else self.world.here(offline)
+        if STATISTICS in mixed:
+            mixed = self._merge_statistics(mixed)
         merge_states(self.state, mixed, self.method.merge, away, self.context.executor.chunk)
+
+    def _add_statistics(self, message: Message, rows: Integers | None = None) -> Message:
+        """The message with the running statistics, weighed as its shared part is, if they are sent.
+
+        Of several models it is the last one's: the one that is sent.
+        """
+        if not self._mixes_statistics or self.statistics is None:
+            return message
+        weight = statistics_weight(self.method, self.state, message)
+        places = slice(None) if rows is None else torch.from_numpy(rows)
+        own = self.statistics[places, -1]
+        if weight is not None:
+            return {**message, STATISTICS: own * message[weight].to(own.dtype).unsqueeze(1)}
+        return {**message, STATISTICS: own.clone()}
+
+    def _merge_statistics(self, mixed: Message) -> Message:
+        """Keep the average of the statistics that arrived; the rest of the message."""
+        assert self.statistics is not None
+        rest = {name: leaf for name, leaf in mixed.items() if name != STATISTICS}
+        weight = statistics_weight(self.method, self.state, rest)
+        average = mixed[STATISTICS]
+        if weight is not None:
+            average = average / rest[weight].to(average.dtype).unsqueeze(1)
+        self.statistics[:, -1] = average.to(self.statistics.device)
+        return rest

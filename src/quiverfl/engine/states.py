@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from quiverfl.engine.local.step import Buffers
 from quiverfl.engine.local.vmap import select_rows, vmap_clients
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import Diverged, QuiverError
-from quiverfl.methods.contract import Message, Method, Start
+from quiverfl.methods.contract import Message, Method, Phase, Start
 from quiverfl.methods.state import field_roles, replicated_fields
 from quiverfl.seeds import stream
 from quiverfl.support.environment import use_large_pages
@@ -178,13 +178,47 @@ def merge_states(
         write_rows(state, rows, merged)
 
 
-def check_finite(state: Any, clients: Integers, round: int) -> None:
+def check_finite(
+    state: Any, clients: Integers, round: int, what: str = "the trained state"
+) -> None:
     """End a run in which a trained state is not finite."""
     for leaf in state:
         sums = leaf.reshape(len(clients), -1).sum(dim=1)
         bad = torch.nonzero(~torch.isfinite(sums))
         if len(bad):
-            raise Diverged(round, int(clients[int(bad[0])]), "the trained state")
+            raise Diverged(round, int(clients[int(bad[0])]), what)
+
+
+def initial_statistics(
+    task: Task, phases: Iterable[Phase], clients: int, dtype: torch.dtype, home: torch.device
+) -> Tensor | None:
+    """Running statistics of every client's models, [clients, models, size]; None without any."""
+    if not task.statistics_layout.names:
+        return None
+    trains = [train for p in phases for train in getattr(p, "phases", (p,))]
+    models = 1 + max((getattr(train, "model", 0) for train in trains), default=0)
+    start = task.initial_statistics().to(home, dtype)
+    return start.expand(clients, models, -1).clone()
+
+
+def statistics_weight(method: Method, state: Any, message: Message) -> str | None:
+    """The leaf of a message by which its shared part is weighed: what is averaged is divided by it.
+
+    None where rows of weights that sum to 1 do it all. Refuses a method that averages no model.
+    """
+    roles = field_roles(type(state))
+    if not any(roles.get(name) == "shared" for name in message):
+        raise QuiverError(
+            f'task.buffers = "mixed": {method.title} sends no parameters of the model, with which '
+            'running statistics could be averaged: leave it out, or set task.buffers = "personal".'
+        )
+    scalars = [name for name in message if roles.get(name) == "scalar"]
+    if method.mass is None and len(scalars) > 1:
+        raise QuiverError(
+            f'task.buffers = "mixed": {method.title} sends several numbers ({", ".join(scalars)}), '
+            'and none is declared as its mass: set task.buffers = "personal".'
+        )
+    return method.mass or next(iter(scalars), None)
 
 
 class PhaseBuffers(dict[int, Buffers]):

@@ -78,6 +78,7 @@ class APFL(Method[APFLState]):
             part="whole",
             params=model_params,
             update=lambda state, trained: state._replace(u=trained.shared, v=trained.personal),
+            model=1,
         )
         both = Interleaved((train_own, train_global), epochs=self.epochs)
         adapt = SingleStep(self._adapt, needs_gradient=True)

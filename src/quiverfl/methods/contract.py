@@ -108,6 +108,12 @@ class Train(Generic[S]):
     """Other optimizer settings for this phase only."""
     keep_optimizer: bool = False
     """Keep the optimizer's state for the next round; otherwise it is reset."""
+    model: int = 0
+    """Which of a client's models it trains: each has running statistics (BatchNorm) of its own.
+
+    0 is the one that is evaluated. A method that trains another one too, such as a global model
+    beside a personal one, gives that the number 1.
+    """
 
 
 @dataclass(frozen=True)

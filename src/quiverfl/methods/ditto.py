@@ -67,7 +67,7 @@ class Ditto(Method[DittoState]):
             gradient=self._regularize,
             trains_message=False,
         )
-        return train_personal, train_whole(self.epochs)
+        return train_personal, train_whole(self.epochs, model=1)
 
     def _regularize(self, gradient: Params, theta: Params, state: DittoState) -> Params:
         """∇F_k(v_k) + λ (v_k - w^t)."""

@@ -35,10 +35,10 @@ from quiverfl.transforms.privacy import spent_epsilon
 from quiverfl.types import AnyArray
 
 LOCAL, OPTIMIZER, ALTERED, REPORTS = "local/", "optimizer/", "altered/", "sight/"
-VISITS = "visits/"
+VISITS, RUNNING = "visits/", "statistics/"
 """Keys of the rest, beside the fields of the state: the last trained model, optimizer buffers, the
-base of altered messages, reports of others, and how often each sample was used where privacy needs
-that."""
+base of altered messages, reports of others, how often each sample was used where privacy needs
+that, and running statistics."""
 EVERYBODY = np.ones(1, dtype=np.bool_)
 
 
@@ -193,6 +193,10 @@ class ShardLearner:
         if 0 in self._shard.local.points:
             local = self._shard.local.points[0]
             rest |= {f"{LOCAL}{name}": _copy_leaf(part) for name, part in local._asdict().items()}
+        if self._shard.statistics is not None:
+            rest[RUNNING] = _copy_leaf(self._shard.statistics[0])
+        if 0 in self._shard.local.statistics:
+            rest[f"{LOCAL}{RUNNING}"] = _copy_leaf(self._shard.local.statistics[0])
         for number, buffers in self._shard.buffers.items():
             names = {f"{OPTIMIZER}{number}/{name}": leaf[0] for name, leaf in buffers.items()}
             rest |= {name: _copy_leaf(leaf) for name, leaf in names.items()}
@@ -235,6 +239,10 @@ class ShardLearner:
         self._shard.state = self._shard.state._replace(**fields)
         local = [tensors[f"{LOCAL}{n}"] for n in Params._fields if f"{LOCAL}{n}" in tensors]
         self._shard.local.points = {0: Params(*local)} if local else {}
+        before = tensors.get(f"{LOCAL}{RUNNING}")
+        self._shard.local.statistics = {} if before is None else {0: before}
+        if self._shard.statistics is not None:
+            self._shard.statistics[0] = tensors[RUNNING]
         self._shard.buffers.clear()
         for name, leaf in tensors.items():
             if name.startswith(OPTIMIZER):
@@ -271,7 +279,11 @@ class ShardLearner:
 
     def model(self) -> Leaves:
         point = self._shard.model(0, "mixed")
-        return {name: _copy_leaf(leaf) for name, leaf in self._task.named_params(point).items()}
+        named = self._task.named_params(point)
+        statistics = self._shard.model_statistics(0, "mixed")
+        if statistics is not None:
+            named |= self._task.statistics_layout.split(statistics)
+        return {name: _copy_leaf(leaf) for name, leaf in named.items()}
 
 
 def _copy_leaf(leaf: torch.Tensor) -> AnyArray:

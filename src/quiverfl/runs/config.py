@@ -127,6 +127,8 @@ class TaskConfig(Section):
     """The usual ones for the loss unless given; results are judged by the first."""
     inputs: Literal["arguments", "tree"] = "arguments"
     """Whether the model takes several inputs as arguments, or as one tree."""
+    buffers: Literal["personal", "mixed"] = "personal"
+    """Running statistics (BatchNorm) stay with a client, or are averaged with the shared part."""
 
     @field_validator("metrics", mode="before")
     @classmethod

@@ -398,6 +398,7 @@ def make_task(config: Config, dataset: Dataset) -> Task:
         loss=config.task.loss,
         metrics=config.task.metrics,
         inputs=config.task.inputs,
+        buffers=config.task.buffers,
     )
 
 

@@ -195,7 +195,9 @@ class Run(AnyRun):
         It takes inputs as they are in the data. Where the data were normalised for training the
         model does that itself (`.prepare`), and the bare model is its `.model`.
         """
-        model = self._task.make_module(self._point(client, stage))
+        point = self._point(client, stage)
+        statistics = self._shard.model_statistics(self._row(client), stage)
+        model = self._task.make_module(point, statistics)
         normalize = self._data.normalize or self._data.prepare
         return model if normalize is None else Prepared(model, normalize, self._task.inputs).eval()
 
@@ -211,8 +213,12 @@ class Run(AnyRun):
         return ClientState({"mu": torch.ones((), dtype=torch.float64), **fields})
 
     def parameters(self, client: int, stage: Stage = "mixed") -> dict[str, Tensor]:
-        """The trained parameters of the client's model, by name."""
-        return self._task.named_params(self._point(client, stage))
+        """The trained parameters of the client's model, by name; running statistics with them."""
+        named = self._task.named_params(self._point(client, stage))
+        statistics = self._shard.model_statistics(self._row(client), stage)
+        if statistics is not None:
+            named |= self._task.statistics_layout.split(statistics)
+        return named
 
     def _point(self, client: int, stage: Stage) -> Params:
         if stage not in ("mixed", "local"):

@@ -38,6 +38,12 @@ def check_transforms(
     inside = {"privacy"} if isinstance(transforms.privacy, DPSGD) else set()
     for section in transforms.record().keys() - inside:
         _check_message(section, task, data, method, topology, settings)
+    mixed = task.buffers == "mixed" and task.statistics_layout.names
+    for section in transforms.record() if mixed else ():
+        raise QuiverError(
+            f'[{section}] with task.buffers = "mixed": a variance that is coded, noised or forged '
+            'can become negative. Set task.buffers = "personal", or use qv.group_norm(model).'
+        )
     if transforms.compression is not None:
         _check_compression(transforms, method, topology, settings)
     if transforms.robustness is not None:
@@ -51,6 +57,12 @@ def check_transforms(
                 "random_push, or leave [privacy] out."
             )
     if isinstance(transforms.privacy, DPSGD):
+        if task.statistics_layout.names:
+            raise QuiverError(
+                'privacy.name = "dp_sgd" with a model that keeps running statistics (BatchNorm): '
+                "every sample changes the others' gradients, so none can be clipped by itself. "
+                "Use qv.group_norm(model)."
+            )
         if has_compiled_layers(task):
             raise QuiverError(
                 'privacy.name = "dp_sgd" with model.kernels = "compiled": compiled layers have no '

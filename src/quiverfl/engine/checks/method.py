@@ -11,11 +11,12 @@ from typing import Any, get_args
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checks.functions import check_functions
-from quiverfl.engine.checks.model import check_model
+from quiverfl.engine.checks.model import check_batch_sizes, check_model
 from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.execution import check_compile, check_kernels
 from quiverfl.engine.local.trainer import phase_settings
 from quiverfl.engine.settings import RunSettings
+from quiverfl.engine.states import statistics_weight
 from quiverfl.errors import QuiverError, QuiverWarning, suggest
 from quiverfl.methods import METHODS
 from quiverfl.methods.contract import (
@@ -72,10 +73,14 @@ def check_fit(
     if topology.reports is not None:
         _can_look(method, topology.name, first)
     check_model(task, data, settings.executor)
+    check_batch_sizes(task, data, method.phases(task), training)
     check_compile(task, data, method, settings)
     check_kernels(task, settings)
     probe = ModelProbe.here(task, data, settings.dtype)
     check_functions(method, task, probe, training, alike=first.one_row)
+    if task.buffers == "mixed" and task.statistics_layout.names:
+        state = probe.first_state(method)
+        statistics_weight(method, state, method.message(state))
     _warn_of_no_effect(task, method, settings)
     if clients == data.clients and not data.test.sizes.any():
         text = "no client has test data: the run has no accuracy, and no model is judged."
@@ -99,6 +104,12 @@ def _warn_of_no_effect(task: Task, method: Method, settings: RunSettings) -> Non
         warnings.warn(text, QuiverWarning, stacklevel=4)
     if settings.rounds == 0:
         text = "run.rounds = 0: nobody trains, and nothing is recorded. Give at least 1."
+        warnings.warn(text, QuiverWarning, stacklevel=4)
+    if task.buffers == "mixed" and not task.statistics_layout.names:
+        text = (
+            'task.buffers = "mixed": the model keeps no running statistics, so there is nothing to '
+            "average. Leave it out."
+        )
         warnings.warn(text, QuiverWarning, stacklevel=4)
     cores = _cores()
     if settings.threads is not None and settings.threads > cores:
@@ -260,6 +271,11 @@ def _kinds(method: Method, phase: Train | SingleStep) -> None:
     if phase.part not in get_args(Part):
         known = suggest(str(phase.part), get_args(Part))
         raise QuiverError(f"{method.title}: part = {phase.part!r}: {known}")
+    if phase.model not in (0, 1):
+        raise QuiverError(
+            f"{method.title}: model = {phase.model!r}: 0 is the model that is evaluated, 1 another "
+            "one, such as a global model beside it."
+        )
     for name, kind in (("lookahead", Lookahead), ("loss", Loss)):
         given = getattr(phase, name)
         if given is not None and not isinstance(given, kind):

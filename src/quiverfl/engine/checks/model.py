@@ -13,9 +13,12 @@ from quiverfl.engine.checks.probe import ModelProbe, refuse_stacked
 from quiverfl.engine.local.examples import Batch
 from quiverfl.engine.local.model_rng import KeyedRandomMode
 from quiverfl.engine.local.programs import Program, Sequential
+from quiverfl.engine.local.trainer import phase_settings
 from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Phase, Train
 from quiverfl.objectives import Metric, cross_entropy
 from quiverfl.task import Params, Task
+from quiverfl.training import Training
 from quiverfl.trees import Tree, first_leaf, tree_leaves, tree_map
 
 # Targets that do not fit the loss: the usual slips, each with what to write instead.
@@ -86,6 +89,42 @@ def check_model(task: Task, data: FederatedData, executor: str = "auto") -> None
             refuse_stacked(reason)
 
 
+def check_batch_sizes(
+    task: Task, data: FederatedData, phases: Iterable[Phase], training: Training
+) -> None:
+    """Refuse a batch of one sample where a layer needs several to compute statistics of."""
+    if not task.statistics_layout.size:
+        return
+    trains = [t for p in phases for t in getattr(p, "phases", (p,)) if isinstance(t, Train)]
+    for client, count in enumerate(data.train.sizes.tolist()):
+        for phase in trains if count else ():
+            size = phase_settings(phase, training).batch_size or count
+            smallest = count % size or size
+            if phase.lookahead is not None and phase.lookahead.split_batch:
+                smallest = max(1, smallest // 2)
+            if smallest == 1 and _needs_several(task, data):
+                raise QuiverError(
+                    f"client {client} has {count} training samples, so with training.batch_size = "
+                    f"{size} a step sees one sample alone, of which BatchNorm can compute no "
+                    "statistics: choose another batch_size, more samples per client "
+                    "(data.min_samples), or qv.group_norm(model)."
+                )
+
+
+def _needs_several(task: Task, data: FederatedData) -> bool:
+    """Whether training on one sample fails where it does not on two."""
+    x = tree_map(lambda leaf: leaf[:1], data.train.x)
+    x = tree_map(_single, data.prepare(x) if data.prepare is not None else x)
+    program = Program.of(task, torch.float32, CPU)
+    program.module.train()
+    try:
+        with torch.no_grad():
+            _outputs(program, x, KeyedRandomMode(torch.zeros((), dtype=KEY)))
+    except QuiverError:
+        return True
+    return False
+
+
 def _two(leaf: Tensor) -> Tensor:
     two = leaf[:2]
     return torch.cat([two, two])[:2]  # also where there is one sample only
@@ -96,8 +135,9 @@ def _single(leaf: Tensor) -> Tensor:
 
 
 def _check_training(program: Program, x: Tree) -> None:
-    """It draws nothing but what can be keyed, and changes no buffer."""
-    buffers = {name: buffer.clone() for name, buffer in program.module.named_buffers()}
+    """It draws nothing but what can be keyed, and changes no buffer but running statistics."""
+    places = dict(program.module.named_buffers())
+    buffers = {name: buffer.clone() for name, buffer in places.items()}
     program.module.train()
     watch = _Watch(torch.zeros((), dtype=KEY))
     _outputs(program, x, watch)
@@ -108,10 +148,17 @@ def _check_training(program: Program, x: Tree) -> None:
             "bernoulli can; for dropout inside nn.LSTM or nn.GRU put nn.Dropout between layers."
         )
     for name, buffer in program.module.named_buffers():
-        if name not in buffers or not torch.equal(buffer, buffers[name]):
+        known, replaced = name in program.statistics.names, buffer is not places.get(name)
+        if known and replaced:
             raise QuiverError(
-                f"the model changes its buffer {name!r} in forward; a client's model must be a "
-                "pure function of its parameters. Make it a parameter, or do not change it."
+                f"the model puts another tensor in place of its running statistics {name!r}; "
+                f"change them in place, self.{name.rpartition('.')[2]}.copy_(…)."
+            )
+        if not known and (replaced or not torch.equal(buffer, buffers[name])):
+            raise QuiverError(
+                f"the model changes its buffer {name!r} in forward, and its module does not say "
+                "that it keeps running statistics. Set track_running_stats = True in that module, "
+                "and change the buffer in place; or make it a parameter, or do not change it."
             )
 
 

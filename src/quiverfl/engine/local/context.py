@@ -75,6 +75,7 @@ class PhaseContext:
     """Whether gradients of several samples can be computed at once, each apart."""
     secret: bytes = b""
     """What their noise is drawn from where others know the seed."""
+    programs: ProgramPool = field(init=False)
     program: Callable[..., Program] = field(init=False)
     """slot → a module of this worker's own, as a module is bound to one model at a time."""
 
@@ -84,7 +85,8 @@ class PhaseContext:
         if factors is not None:
             reader: Any = template.module
             reader.read_bytes(*factors)
-        self.program = ProgramPool(template).take
+        self.programs = ProgramPool(template)
+        self.program = self.programs.take
 
     def draw_keys(
         self, clients: Integers, index: PhaseIndex, steps: int | Integers

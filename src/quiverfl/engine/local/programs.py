@@ -30,6 +30,7 @@ from quiverfl.objectives import PerSample
 from quiverfl.task import InputStyle, ModelOutputs, Params, Task, call_arguments, to_plain_tree
 from quiverfl.trees import Layout, Tree, first_leaf, tree_map
 
+NOTHING = Layout((), ())
 CACHE_LINE = 64
 """Bytes; new tensors begin at one."""
 
@@ -55,13 +56,14 @@ class Program:
     loss: PerSample
     head: str | None
     inputs: InputStyle = "arguments"
+    statistics: Layout = NOTHING
 
     @classmethod
     def of(cls, task: Task, dtype: torch.dtype, device: torch.device) -> Program:
         module = copy.deepcopy(task.skeleton).to(dtype=dtype, device=device).eval()
         module.requires_grad_(False)
         layouts = (task.shared_layout, task.personal_layout)
-        return cls(module, *layouts, task.loss, task.head, task.inputs)
+        return cls(module, *layouts, task.loss, task.head, task.inputs, task.statistics_layout)
 
     def another(self) -> Program:
         """The same on a module of its own; what is the same for all clients is not copied."""
@@ -70,6 +72,15 @@ class Program:
         memo = {id(tensor): tensor for tensor in (*same, *self.module.buffers())}
         module = copy.deepcopy(self.module, memo)
         return replace(self, module=module)
+
+    def bind_statistics(self, values: Tensor) -> None:
+        """Let the module keep its running statistics in this client's vector.
+
+        `.data`, as in `_bind`: a layer's change would look to autograd like one of all layers'.
+        """
+        for name, view in self.statistics.split(values).items():
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[leaf] = view.data
 
     def head_alone(self) -> Program:
         """The personal submodule as a program on the body's features."""
@@ -166,14 +177,30 @@ class ProgramPool:
     def __init__(self, template: Program) -> None:
         self._template = template
         self._programs: dict[tuple[int, int], Program] = {}
+        self._statistics: dict[int, Tensor] = {}
 
-    def take(self, slot: int = 0) -> Program:
-        """The worker's own, as a module can be bound to one model at a time."""
+    def take(self, slot: int = 0, model: int = 0) -> Program:
+        """The worker's own, as a module can be bound to one model at a time.
+
+        `model` says which of the client's models it is, as each has running statistics of its own.
+        """
         key = (WORKER.index, slot)
         if key not in self._programs:
             # Of one that nobody computes on: a copy made meanwhile would be of a model in use.
             self._programs[key] = self._template.another()
-        return self._programs[key]
+        program = self._programs[key]
+        if program.statistics.names:
+            program.bind_statistics(self.statistics[model])
+        return program
+
+    def open_client(self, statistics: Tensor) -> None:
+        """From here on this worker's modules keep their statistics in [models, size], in place."""
+        self._statistics[WORKER.index] = statistics
+
+    @property
+    def statistics(self) -> Tensor:
+        """Those of the client that this worker opened last."""
+        return self._statistics[WORKER.index]
 
 
 class Executor(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,8 +147,10 @@ class Trainer:
 
     def trains_on_features(self, phase: Train) -> bool:
         """Whether a head is trained on a body that stands still, and nothing else looks at it."""
-        # With augmentation or dropout the body sees something else at every visit.
+        # With augmentation or dropout the body sees something else at every visit, and BatchNorm
+        # sees another batch.
         still = not self.context.examples.augmented and not self.context.draws
+        still = still and not self.context.task.statistics_layout.names
         return still and self._head_is_last and _trains_head_only(phase)
 
 
@@ -168,6 +171,8 @@ class _PhaseWork:
         start = params = vmap_params(phase.params)(state)
         examples, rows = context.examples, self.group.rows
         programs: Callable[[int], Program] = context.program
+        if phase.model:
+            programs = partial(context.program, model=phase.model)
         if self.trainer.trains_on_features(phase):
             program = context.program()
             examples, rows = self._compute_features(program, start), np.arange(len(rows))
@@ -251,7 +256,7 @@ class _PhaseWork:
         start = vmap_params(phase.params)(state)
 
         def programs(number: int) -> Program:
-            return context.program(MODULES * turn + number)
+            return context.program(MODULES * turn + number, phase.model)
 
         rates = _client_rates(phase, state, start, training, self.index.round)
         return PhaseSteps(phase, context, programs, start, state, rates, training, turn=turn)
