@@ -524,3 +524,37 @@ def test_a_module_of_ones_own_keeps_running_statistics() -> None:
     torch.testing.assert_close(found.parameters(0)["body.0.mean"], wanted, rtol=0, atol=1e-12)
     with pytest.raises(qv.QuiverError, match=r"puts another tensor in place .* self.mean.copy_"):
         play(in_place=False)
+
+
+@pytest.mark.parametrize("buffers", ["personal", "mixed"])
+def test_a_client_that_comes_later_begins_with_what_is_sent(buffers: Any) -> None:
+    """Fresh statistics, or the server's average; fitting them is training on its own data."""
+    task = qv.Task(Images, personal=(), buffers=buffers)
+    found = qv.simulate(
+        task,
+        images().hold_out([3], epochs=1),
+        method=qv.FedAvg(epochs=1),
+        topology=qv.star(clients=3, sampled=2, seed=0),
+        training=qv.Training(lr=0.1, batch_size=None),
+        rounds=2,
+        dtype=torch.float64,
+        threads=1,
+    )
+    statistics = found._shard.statistics if buffers == "mixed" else None
+    point = found._shard.model(0, "mixed")
+    started = task.initial_statistics().double() if statistics is None else statistics[0, 0]
+    model = task.make_module(point, started)
+    (x, y), (test_x, test_y) = (
+        [torch.from_numpy(part) for part in pairs(*how)[3]] for how in ((0, 0), (2, 1))
+    )
+
+    def loss() -> float:
+        with torch.no_grad():
+            return nn.functional.cross_entropy(model.eval()(test_x), test_y).item()
+
+    last = found.history.query("round == 1").set_index("stage")["loss"]
+    assert last["unseen"] == pytest.approx(loss(), abs=1e-12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nn.functional.cross_entropy(model.train()(x), y).backward()
+    optimizer.step()
+    assert last["fitted"] == pytest.approx(loss(), abs=1e-12)

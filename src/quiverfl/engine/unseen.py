@@ -86,12 +86,14 @@ class UnseenClients:
 
     def test(self, round: int, recorder: Recorder) -> None:
         """Record stage `unseen`, as handed over, and stage `fitted`."""
-        shared, personal = self._hand_over(round)
+        (shared, personal), statistics = self._hand_over(round)
         before: Metrics = {}
         after: Metrics = {}
 
         def test_group(group: ClientGroup) -> None:
             params = Params(shared[group.rows], personal[group.rows])
+            if statistics is not None:
+                self._context.programs.open_client(statistics[group.rows].clone())
             self._record(before, params, group, round)
             index = PhaseIndex(0, ADAPT)  # the first round's rate: they have not trained yet
             fitted, *_ = self._trainer.train(self._phase, params, group, index)
@@ -114,23 +116,39 @@ class UnseenClients:
         for name, values in metrics.items():
             known.setdefault(name, np.full(len(self._ids), np.nan))[group.rows] = values
 
-    def _hand_over(self, round: int) -> Params:
-        """The models they begin with, stacked."""
+    def _hand_over(self, round: int) -> tuple[Params, Tensor | None]:
+        """The models they begin with, stacked, and their running statistics if there are any."""
         if not any(self._sent):
-            return self._fresh
-        given = self._find_given(round)
+            return self._fresh, self._hand_over_statistics(None, fresh=True)
+        chosen = self._choose(round)
+        given = self._average() if chosen is None else self._read(chosen)
         shared, personal = (
             theirs if sent else own
             for theirs, own, sent in zip(given, self._fresh, self._sent, strict=True)
         )
-        return Params(shared, personal)
+        return Params(shared, personal), self._hand_over_statistics(chosen)
 
-    def _find_given(self, round: int) -> Params:
+    def _hand_over_statistics(self, chosen: Integers | None, fresh: bool = False) -> Tensor | None:
+        """Those of a fresh model, unless statistics are sent with the shared part."""
+        task, known, count = self._context.task, self._shard.statistics, len(self._ids)
+        if known is None:
+            return None
+        if fresh or task.buffers == "personal":
+            start = task.initial_statistics().to(self._context.device, known.dtype)
+            return start.expand(count, -1)
+        sent = known[:, -1].to(self._context.device)
+        if chosen is None:
+            mean = sent[torch.from_numpy(self._participants)].double().mean(dim=0)
+            return mean.to(sent.dtype).expand(count, -1)
+        return sent[torch.from_numpy(chosen)]
+
+    def _choose(self, round: int) -> Integers | None:
+        """The participant that each is handed the model of; None for the average of all."""
         if self._graphs(0, self._shard.view).hub:
-            return self._read(np.full(len(self._ids), self._find_current(round)))
+            return np.full(len(self._ids), self._find_current(round))
         if self._unseen.start == "average":
-            return self._average()
-        return self._read(self._nearest() if self._unseen.start == "nearest" else self._drawn())
+            return None
+        return self._nearest() if self._unseen.start == "nearest" else self._drawn()
 
     def _find_current(self, round: int) -> int:
         """A client that has the newest model of the server."""
@@ -155,6 +173,9 @@ class UnseenClients:
                 theirs = self._participants[begin : begin + width]
                 params = to_device(self._shard.personal(theirs), self._context.device)
                 group = ClientGroup(np.full(len(theirs), row), theirs)
+                if self._shard.statistics is not None:
+                    own = self._shard.statistics[int(theirs[0])]
+                    self._context.programs.open_client(own.to(self._context.device))
                 metrics = compute_metrics(self._context, self._context.examples, params, group)
                 losses.append(metrics["loss"])
             found.append(self._participants[np.argmin(np.concatenate(losses))])
