@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quiverfl.data.dataset import Dataset, report_notes
+from quiverfl.data.sources.benchmarks import read_fedscale, read_leaf
 from quiverfl.data.sources.builtin import load_digits, load_synthetic
 from quiverfl.data.sources.cache import FOLDER, load_cached
 from quiverfl.data.sources.cifar import read_cifar10, read_cifar100
@@ -106,9 +107,15 @@ _SOURCES = {
             for f, md5 in FASHION_MNIST.items()
         ),
     ),
-    "folder": Source("your images, one folder per class", "own", read_folder),
+    "folder": Source(
+        "your images, one folder per class, or per owner and class", "own", read_folder
+    ),
     "npz": Source("your arrays x, y, perhaps owner: .npz, or a folder of .npy", "own", read_npz),
-    "table": Source("your .parquet, .csv or .tsv, perhaps with an owner column", "own", read_table),
+    "table": Source(
+        "your .parquet, .csv or .tsv with owners, or a folder of one per owner", "own", read_table
+    ),
+    "leaf": Source("LEAF's JSON: examples by user", "own", read_leaf),
+    "fedscale": Source("images listed by FedScale's client_data_mapping", "own", read_fedscale),
     "huggingface": Source("a folder of datasets' save_to_disk", "own", read_huggingface),
 }
 SOURCES = Registry("data", _SOURCES, own="module:function")

@@ -10,13 +10,14 @@ import numpy as np
 from PIL import Image
 
 from quiverfl.data.dataset import Dataset, Inputs, compute_channel_statistics
-from quiverfl.data.sources.arrays import split_train_test
+from quiverfl.data.sources.arrays import from_arrays, split_train_test
 from quiverfl.data.sources.fetch import read_file
 from quiverfl.errors import QuiverError, suggest
 from quiverfl.types import Integers
 
 EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 MODES = {"rgb": "RGB", "grey": "L"}
+LAYOUTS = ("class", "owner/class", "class/owner")
 THREADS = 4
 
 
@@ -24,10 +25,13 @@ def image_files(folder: Path) -> list[Path]:
     """The images directly in a folder, by name; a folder without any is refused."""
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
     if not files:
-        raise QuiverError(
-            f"{folder} holds no images ({', '.join(sorted(EXTENSIONS))}): put some there, or "
-            "remove the folder."
+        deeper = any(path.is_dir() for path in folder.iterdir())
+        remedy = (
+            'set data.options.layout = "owner/class" or "class/owner" if folders are two deep'
+            if deeper
+            else "put some there, or remove the folder"
         )
+        raise QuiverError(f"{folder} holds no images ({', '.join(sorted(EXTENSIONS))}): {remedy}.")
     return files
 
 
@@ -101,11 +105,18 @@ def read_folder(
     color: str = "rgb",
     test_share: float = 0.2,
     classes: int | None = None,
+    layout: str = "class",
 ) -> Dataset:
-    """`size` brings all images to one size: a side, or (height, width). `color`: rgb or grey."""
-    if color not in MODES:
-        raise QuiverError(f"data.options.color = {color!r}: {suggest(color, MODES)}")
-    shape = _check_size(size)
+    """`size` brings all images to one size: a side, or (height, width). `color`: rgb or grey.
+
+    `layout` says what the folders are: "class", or "owner/class" or "class/owner" where they are
+    two deep.
+    """
+    shape = check_image_options(size, color)
+    if layout not in LAYOUTS:
+        raise QuiverError(f"data.options.layout = {layout!r}: {suggest(layout, LAYOUTS)}")
+    if layout != "class":
+        return _read_owned(path, layout, shape, color, test_share, classes)
     if (path / "train").is_dir():
         names = _folder_classes(path / "train", classes)
         train_x, train_y = _read(path / "train", names, color, shape)
@@ -117,6 +128,52 @@ def read_folder(
         train_x, train_y, test_x, test_y = x[train], y[train], x[test], y[test]
     mean, std = compute_channel_statistics(train_x)
     return Dataset(path.name, train_x, train_y, test_x, test_y, len(names), names, mean, std)
+
+
+def check_image_options(size: int | Sequence[int] | None, color: str) -> tuple[int, int] | None:
+    """The size that all images are brought to, (height, width)."""
+    if color not in MODES:
+        raise QuiverError(f"data.options.color = {color!r}: {suggest(color, MODES)}")
+    return _check_size(size)
+
+
+def _read_owned(
+    path: Path,
+    layout: str,
+    size: tuple[int, int] | None,
+    color: str,
+    test_share: float,
+    classes: int | None,
+) -> Dataset:
+    """Folders two deep: of owners and classes, or of classes and owners."""
+    split = (path / "train").is_dir()
+    parts = [_list_owned(path / "train" if split else path, layout)]
+    if split:
+        parts.append(_list_owned(_find_test(path), layout))
+    x, y, owners = [], [], []
+    for files in parts:
+        x.append(decode_images([file for file, _, _ in files], color, size))
+        y.append(np.array([label for _, label, _ in files]))
+        owners.append(np.array([owner for _, _, owner in files]))
+    if not split:
+        train, test = split_train_test(owners[0], test_share)
+        x, y, owners = ([part[0][train], part[0][test]] for part in (x, y, owners))
+    new = sorted(set(y[1]) - set(y[0]))
+    if new:
+        raise QuiverError(f"{path}: the class {new[0]} is in the test images alone.")
+    return from_arrays(
+        path.name, str(path), *zip(x, y, strict=True), (owners[0], owners[1]), classes
+    )
+
+
+def _list_owned(folder: Path, layout: str) -> list[tuple[Path, str, str]]:
+    """Every image with its class and its owner."""
+    found = []
+    for outer in _folder_classes(folder, None):
+        for inner in _folder_classes(folder / outer, None):
+            label, owner = (inner, outer) if layout == "owner/class" else (outer, inner)
+            found += [(file, label, owner) for file in image_files(folder / outer / inner)]
+    return found
 
 
 def _check_size(size: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -170,15 +227,20 @@ def _read(
     return decode_images(paths, color, size), np.array(labels, dtype=np.int64)
 
 
-def _read_test(
-    path: Path, names: Sequence[str], color: str, size: tuple[int, int] | None
-) -> tuple[Inputs, Integers]:
+def _find_test(path: Path) -> Path:
     folder = next((path / part for part in ("test", "val") if (path / part).is_dir()), None)
     if folder is None:
         raise QuiverError(
-            f"{path} has a train folder but neither test nor val: add one, or put the folders of "
-            "the classes directly there to have them split."
+            f"{path} has a train folder but neither test nor val: add one, or put what is in train "
+            "directly there to have it split."
         )
+    return folder
+
+
+def _read_test(
+    path: Path, names: Sequence[str], color: str, size: tuple[int, int] | None
+) -> tuple[Inputs, Integers]:
+    folder = _find_test(path)
     for name in _folder_classes(folder, None):
         if name not in names:
             raise QuiverError(

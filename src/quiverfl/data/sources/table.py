@@ -31,7 +31,16 @@ from quiverfl.data.sources.table_columns import (
     read_column,
     read_lists,
 )
-from quiverfl.data.sources.table_files import OF_FILES, Origin, TextOptions, load_table, table_name
+from quiverfl.data.sources.table_files import (
+    OF_FILES,
+    OWNER,
+    PART,
+    Origin,
+    TextOptions,
+    load_client_files,
+    load_table,
+    table_name,
+)
 from quiverfl.errors import QuiverError, suggest
 from quiverfl.objectives import NO_TOKEN
 from quiverfl.trees import tree_map
@@ -115,8 +124,20 @@ def with_options(read: Callable[[Path, Options], Dataset]) -> Callable[..., Data
 @with_options
 def read_table(path: Path, options: Options) -> Dataset:
     text = TextOptions(options.separator, options.decimal, options.encoding)
-    origin, table, notes = load_table(path, text)
-    return from_frame(table_name(path), origin, table, options, notes=notes)
+    if not path.is_dir():
+        origin, table, notes = load_table(path, text)
+        return from_frame(table_name(path), origin, table, options, notes=notes)
+    origin, table, notes = load_client_files(path, text)
+    split = PART if PART in table else None
+    if split is not None and options.split is not None:
+        raise QuiverError(
+            f"data.options.split = {options.split!r}: {path} has folders train and test; leave "
+            "split out."
+        )
+    if options.owner is not None:
+        table = table.drop(columns=OWNER)
+    options = replace(options, owner=options.owner or OWNER, split=options.split or split)
+    return from_frame(path.name, origin, table, options, notes=notes)
 
 
 def from_pandas(

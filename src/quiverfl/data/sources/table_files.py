@@ -75,13 +75,20 @@ class Origin:
     name: str
     style: TextStyle | None = None
     """Of a text file: its rows are named by their lines."""
+    parts: tuple[tuple[int, Origin], ...] = ()
+    """Of a folder: its files, and with which row of the whole table each begins."""
 
     def __str__(self) -> str:
         return self.name
 
     def row(self, table: pd.DataFrame, position: int) -> str:
         """A row as a person finds it: the line of a text file, counted from 1; else its number."""
-        wanted = int(table.index[position])
+        return self._find_row(int(table.index[position]))
+
+    def _find_row(self, wanted: int) -> str:
+        if self.parts:
+            begin, file = [part for part in self.parts if part[0] <= wanted][-1]
+            return f"{Path(file.name).name}, {file._find_row(wanted - begin)}"
         if self.style is None:
             return f"row {wanted}"
         number, line = -1, 1  # the names of the columns come before row 0
@@ -152,6 +159,77 @@ def load_table(path: Path, options: TextOptions) -> tuple[Origin, pd.DataFrame, 
         raise QuiverError(f"{path} has no rows.")
     table.columns = table.columns.map(str)
     return Origin(str(path), style), table.reset_index(drop=True), notes
+
+
+OWNER, PART = "file of the folder", "part of the folder"
+"""Columns of a folder's table that say which file and which part a row is of."""
+
+
+def load_client_files(folder: Path, options: TextOptions) -> tuple[Origin, pd.DataFrame, list[str]]:
+    """All tables of a folder as one: a file for each client, perhaps in train and test.
+
+    It has the columns OWNER and, where there are parts, PART.
+    """
+    import pandas as pd
+
+    parts = ("train", "test") if (folder / "train").is_dir() else ("",)
+    frames: list[pd.DataFrame] = []
+    origins: list[tuple[int, Origin]] = []
+    notes: list[str] = []
+    begin = 0
+    for part in parts:
+        for file in _list_tables(folder / part):
+            origin, table, said = load_table(file, options)
+            if frames:
+                _check_alike(origin, table, origins[0][1], frames[0])
+            more = {OWNER: table_name(file), **({PART: part} if part else {})}
+            frames.append(table.assign(**more))
+            origins.append((begin, origin))
+            begin, notes = begin + len(table), notes + said
+    table = pd.concat(frames, ignore_index=True)
+    if len(notes) > 1:
+        notes = [notes[0], f"{folder}: {len(notes) - 1} more of its files were read so."]
+    return Origin(str(folder), parts=tuple(origins)), table, notes
+
+
+def _list_tables(folder: Path) -> list[Path]:
+    """The tables in a folder by name; two of one client are refused, as is another file."""
+    if not folder.is_dir():
+        raise QuiverError(f"{folder} is missing: beside train there must be a folder test.")
+    files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
+    for file in files:
+        kind = file.with_suffix("").suffix if file.suffix in OPENERS else file.suffix
+        if not file.is_file() or kind not in (*TEXT_FILES, ".parquet"):
+            raise QuiverError(
+                f"{file} is no table: a folder of data.options.path holds one .csv, .tsv or "
+                ".parquet file per client, perhaps in folders train and test, and nothing else."
+            )
+    names = [table_name(file) for file in files]
+    for name, file in zip(names, files, strict=True):
+        if names.count(name) > 1:
+            raise QuiverError(f"{file}: there are two files of the client {name!r}; leave one.")
+    if not files:
+        raise QuiverError(f"{folder} holds no tables: it should hold one file per client.")
+    return files
+
+
+def _check_alike(origin: Origin, table: pd.DataFrame, first: Origin, other: pd.DataFrame) -> None:
+    """Refuse a file with other columns than the first one, or text where that has numbers."""
+    columns = [column for column in other.columns if column not in (OWNER, PART)]
+    if list(table.columns) != columns:
+        apart = sorted(set(table.columns) ^ set(columns)) or ["their order"]
+        raise QuiverError(
+            f"{origin} has other columns than {first} ({', '.join(apart[:5])}): files of clients "
+            "must have the same columns in the same order."
+        )
+    for column in columns:
+        if table[column].isna().all() or other[column].isna().all():
+            continue
+        if holds_text(table, column) != holds_text(other, column):
+            raise QuiverError(
+                f"{origin}: column {column!r} holds "
+                f"{'text' if holds_text(table, column) else 'numbers'}, and in {first} it does not."
+            )
 
 
 def _read_text(
