@@ -150,20 +150,16 @@ def _read_owned(
     parts = [_list_owned(path / "train" if split else path, layout)]
     if split:
         parts.append(_list_owned(_find_test(path), layout))
-    x, y, owners = [], [], []
-    for files in parts:
-        x.append(decode_images([file for file, _, _ in files], color, size))
-        y.append(np.array([label for _, label, _ in files]))
-        owners.append(np.array([owner for _, _, owner in files]))
+    x = [decode_images([file for file, _, _ in files], color, size) for files in parts]
+    y, owners = ([np.array([one[i] for one in files]) for files in parts] for i in (1, 2))
     if not split:
         train, test = split_train_test(owners[0], test_share)
         x, y, owners = ([part[0][train], part[0][test]] for part in (x, y, owners))
     new = sorted(set(y[1]) - set(y[0]))
     if new:
         raise QuiverError(f"{path}: the class {new[0]} is in the test images alone.")
-    return from_arrays(
-        path.name, str(path), *zip(x, y, strict=True), (owners[0], owners[1]), classes
-    )
+    pairs = (x[0], y[0]), (x[1], y[1])
+    return from_arrays(path.name, str(path), *pairs, (owners[0], owners[1]), classes)
 
 
 def _list_owned(folder: Path, layout: str) -> list[tuple[Path, str, str]]:

@@ -87,8 +87,8 @@ class Origin:
 
     def _find_row(self, wanted: int) -> str:
         if self.parts:
-            begin, file = [part for part in self.parts if part[0] <= wanted][-1]
-            return f"{Path(file.name).name}, {file._find_row(wanted - begin)}"
+            begin, part = [part for part in self.parts if part[0] <= wanted][-1]
+            return f"{Path(part.name).name}, {part._find_row(wanted - begin)}"
         if self.style is None:
             return f"row {wanted}"
         number, line = -1, 1  # the names of the columns come before row 0
