@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import quiverfl as qv
-import quiverfl.support.compiler as library
-from compilers import environment, no_compiler
+from compilers import environment, mutated, no_compiler, run_sanitized
 from quiverfl.engine.local.programs import choose_executor
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.models import make_model
 from quiverfl.models.compiled import NORM_SOURCE, GroupNorm, _can_normalise
-from quiverfl.support.compiler import why_not_compiled
+from quiverfl.support.compiler import _find_compiler, why_not_compiled
 
 needs_compiler = pytest.mark.skipif(
     why_not_compiled(*NORM_SOURCE) is not None, reason=str(why_not_compiled(*NORM_SOURCE))
@@ -128,20 +128,89 @@ MUTANTS = {
 def test_a_mistake_in_the_c_is_found(
     mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(library.__file__).with_name("native") / "group_norm.c"
-    before, after = MUTANTS[mutant]
-    assert before in source.read_text()
-    (tmp_path / "native").mkdir()
-    (tmp_path / "native" / source.name).write_text(source.read_text().replace(before, after))
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "compiler.py"))
-    with environment(XDG_CACHE_HOME=str(tmp_path)):
+    with mutated(monkeypatch, tmp_path, "group_norm.c", *MUTANTS[mutant]):
         errors = [largest_error((2, 16, 8, 6, 4), mode, torch.float32) for mode in MODES]
     assert max(errors) > 1e-3
+
+
+SANITIZED = r"""
+#include <stdio.h>
+#include <stdlib.h>
+
+#define FILL(p, count) for (int64_t i = 0; i < (count); i++) (p)[i] = draw()
+static float draw(void) { return (float)rand() / RAND_MAX - 0.5f; }
+
+#define TRY(type, kind, as)                                                                     \
+  static void try_##type(Norm *n) {                                                             \
+    int64_t size = n->samples * n->pixels * n->channels, both = n->mode == ADD_NORM ? 2 : 1;    \
+    kind *x[6];                                                                                 \
+    for (int j = 0; j < 6; j++) {                                                               \
+      x[j] = malloc(size * sizeof **x);                                                         \
+      for (int64_t i = 0; i < size; i++) x[j][i] = as;                                          \
+    }                                                                                           \
+    float *moments = malloc(n->samples * both * n->groups * 2 * sizeof(float));                 \
+    float *weights = malloc(both * 2 * n->channels * sizeof(float));                            \
+    group_norm_##type(n, x[0], n->mode >= ADD ? x[1] : NULL, x[2], moments);                    \
+    group_norm_backward_##type(n, x[3], x[0], n->mode >= ADD ? x[1] : NULL,                     \
+                               n->mode == ADD ? x[2] : NULL, moments, x[4],                     \
+                               n->mode >= ADD ? x[5] : NULL, weights);                          \
+    for (int j = 0; j < 6; j++) free(x[j]);                                                     \
+    free(moments), free(weights);                                                               \
+  }
+TRY(float32, float, draw())
+TRY(bfloat16, uint16_t, (uint16_t)(0x3f00 + rand() % 200))
+
+int main(void) {
+  int64_t shapes[][4] = {{2, 16, 8, 8}, {1, 49, 16, 4}, {2, 1, 16, 2}, {1, 30, 48, 3},
+                         {1, 36, 8, 2}, {1, 3, 2048, 2}, {2, 16, 64, 32}, {1, 128, 3, 3}};
+  int64_t tried = 0;
+  for (int s = 0; s < 8; s++) {
+    float *weights[4];
+    for (int j = 0; j < 4; j++) {
+      weights[j] = malloc(shapes[s][2] * sizeof(float));
+      FILL(weights[j], shapes[s][2]);
+    }
+    for (int mode = PLAIN; mode <= ADD_NORM; mode++) {
+      if (!can_normalise(shapes[s][1], shapes[s][2])) continue;
+      Norm n = {mode, shapes[s][0], shapes[s][1], shapes[s][2], shapes[s][3], 1e-5, 1e-5,
+                weights[0], weights[1], weights[2], weights[3]};
+      try_float32(&n), try_bfloat16(&n), tried++;
+    }
+    for (int j = 0; j < 4; j++) free(weights[j]);
+  }
+  printf("finished %d\n", (int)tried);
+  return tried == 32 ? 0 : 1;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_nothing_is_read_or_written_outside_of_what_is_given(tmp_path: Path) -> None:
+    run_sanitized(tmp_path, "group_norm.c", "-ffp-contract=fast", SANITIZED)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["-U__AVX512BF16__", "-mno-avx512f", "-mno-avx -mno-fma"])
+def test_lesser_processors_compute_the_same(option: str, tmp_path: Path) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("options of x86-64")
+    compiler = _find_compiler()[0]
+    with environment(XDG_CACHE_HOME=str(tmp_path), CC=f"{compiler} {option}"):
+        for dtype, allowed in TYPES.items():
+            for mode in MODES:
+                assert largest_error((2, 16, 8, 6, 4), mode, dtype) < allowed
+        check_no_numbers()
 
 
 @needs_compiler
 def test_what_is_no_number_passes_relu() -> None:
     """A run that diverged ends because its loss is not a number: relu must not make it zero."""
+    check_no_numbers()
+
+
+def check_no_numbers() -> None:
     for dtype in TYPES:
         x = torch.zeros(2, 16, 4, 4, dtype=dtype)
         x[1, 0, 0, 0] = torch.nan

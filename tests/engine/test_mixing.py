@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quiverfl as qv
+from compilers import mutated, no_compiler, run_sanitized
 from quiverfl.engine.exchange import matrix as mixing
 from quiverfl.engine.exchange.exchange import Exchange
 from quiverfl.engine.exchange.matrix import MatrixProduct, mix
+from quiverfl.support.compiler import why_not_compiled
 
 
 @given(
@@ -40,6 +44,123 @@ def test_mixing_is_the_matrix_product(
             torch.set_num_threads(1)
     np.testing.assert_allclose(mixed.numpy(), expected, rtol=0, atol=1e-13)
     assert graph.one_row or mixed.data_ptr() == leaf.data_ptr()  # in place
+
+
+needs_compiler = pytest.mark.skipif(
+    why_not_compiled(*mixing.SOURCE) is not None, reason=str(why_not_compiled(*mixing.SOURCE))
+)
+
+
+@needs_compiler
+@given(
+    clients=st.integers(12, 60),
+    width=st.integers(1, 300),
+    seed=st.integers(0, 10),
+    cache=st.sampled_from([1, 4 << 10, 32 << 10]),
+    threads=st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_compiled_sum_has_the_bits_of_pytorchs(
+    clients: int, width: int, seed: int, cache: int, threads: int
+) -> None:
+    """Wherever columns are cut, and whoever adds some of them; what is infinite stays so."""
+    graph = qv.random_push(clients=clients, neighbors=2, seed=seed)(seed)
+    draws = np.random.default_rng(seed)
+    leaf = torch.from_numpy(draws.normal(size=(clients, width))).float()
+    leaf[draws.integers(clients), draws.integers(width)] = np.inf
+    assert mixing.compiled_matches_torch()
+    assert not mixing.is_dense(graph)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixing, "compiled_matches_torch", lambda: False)
+        expected = mix(graph, leaf.clone())
+        patch.setattr(mixing, "compiled_matches_torch", lambda: True)
+        patch.setattr(mixing, "FIRST_CACHE", cache)
+        torch.set_num_threads(threads)
+        try:
+            mixed = mix(graph, leaf)
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(mixed.view(torch.int32), expected.view(torch.int32))
+    assert mixed.data_ptr() == leaf.data_ptr()
+
+
+@needs_compiler
+def test_a_large_product_is_computed_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = qv.random_push(clients=20, neighbors=2, seed=0)(0)
+    leaf = torch.from_numpy(np.random.default_rng(0).normal(size=(20, 1000))).float()
+    expected = mix(graph, leaf.clone())
+    monkeypatch.setattr(mixing, "AT_ONCE", 1)
+    monkeypatch.setattr(mixing, "FIRST_CACHE", 1)
+    assert torch.equal(mix(graph, leaf), expected)
+
+
+FORWARD = "entry = m->starts[client]; entry < m->starts[client + 1]; entry++"
+MUTANTS = {
+    "rounded once more": ("__builtin_fmaf(weight, row[c], sum[c])", "weight * row[c] * 3 / 3"),
+    "another order": (
+        FORWARD,
+        "entry = m->starts[client + 1] - 1; entry >= m->starts[client]; entry--",
+    ),
+    "a sum in place of a product": ("weight * *(const V *)", "weight + *(const V *)"),
+    "the neighbour's columns": ("add_senders(1, m, i, buffer + c", "add_senders(1, m, i, buffer"),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_sum_with_other_bits_is_not_used(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = MUTANTS[mutant]
+    with mutated(monkeypatch, tmp_path, "mixing.c", before, after):
+        mixing.compiled_matches_torch.cache_clear()
+        assert not mixing.compiled_matches_torch()
+    mixing.compiled_matches_torch.cache_clear()
+
+
+SANITIZED = r"""
+#include <stdio.h>
+#include <stdlib.h>
+
+int main(void) {
+  for (int64_t clients = 1; clients < 40; clients += 6)
+    for (int64_t columns = 1; columns < 300; columns += 37)
+      for (int64_t width = 64; width <= 192; width += 64) {
+        int64_t stride = columns + 3;
+        float *rows = malloc((clients * stride - 3) * sizeof *rows);
+        float *buffer = malloc(clients * width * sizeof *buffer);
+        int32_t *starts = malloc((clients + 1) * sizeof *starts);
+        int32_t *senders = malloc(3 * clients * sizeof *senders);
+        float *weights = malloc(3 * clients * sizeof *weights);
+        for (int64_t i = 0; i < clients * stride - 3; i++) rows[i] = (float)i;
+        for (int64_t i = 0; i < 3 * clients; i++) senders[i] = i * 7 % clients, weights[i] = 0.25f;
+        for (int64_t i = 0; i <= clients; i++) starts[i] = i == 0 ? 0 : 3 * i - 2;
+        Mixing m = {rows, clients, stride, starts, senders, weights};
+        mix_rows(&m, 0, columns, width, buffer);
+        free(rows), free(buffer), free(starts), free(senders), free(weights);
+      }
+  printf("finished\n");
+  return 0;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_nothing_is_read_or_written_outside_of_what_is_given(tmp_path: Path) -> None:
+    run_sanitized(tmp_path, "mixing.c", "-ffp-contract=fast", SANITIZED)
+
+
+def test_without_a_compiler_pytorch_sums() -> None:
+    graph = qv.random_push(clients=20, neighbors=2, seed=0)(0)
+    leaf = torch.from_numpy(np.random.default_rng(0).normal(size=(20, 100))).float()
+    expected = mix(graph, leaf.clone())
+    mixing.compiled_matches_torch.cache_clear()
+    with no_compiler():
+        assert not mixing.compiled_matches_torch()
+        assert torch.equal(mix(graph, leaf), expected)
+    mixing.compiled_matches_torch.cache_clear()
 
 
 def test_a_star_is_summed_once_for_all() -> None:

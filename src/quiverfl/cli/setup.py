@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import quiverfl
 from quiverfl.data.federated import FederatedData
+from quiverfl.engine.exchange import matrix
 from quiverfl.engine.exchange import quantized as quantized_mixing
 from quiverfl.engine.exchange.quantized import compiled_matches_torch
 from quiverfl.engine.local import byte_images
@@ -178,6 +179,7 @@ COMPILED = {
     "compiled convolutions": compiled_layers.SOURCE,
     "compiled norms": compiled_layers.NORM_SOURCE,
     "compiled crops": byte_images.SOURCE,
+    "compiled mixing": matrix.SOURCE,
     "compiled quantising": quantized_mixing.SOURCE,
 }
 """What C of our own does, for which a machine may have no compiler."""
@@ -213,11 +215,10 @@ def _about(device: str) -> Iterator[Finding]:
     yield Finding("about", "quiver", quiverfl.__version__, "", "-")
     for what, source in COMPILED.items():
         reason = why_not_compiled(*source)
-        if (
-            reason is None
-            and source is quantized_mixing.SOURCE
-            and not compiled_matches_torch(Quantize())
-        ):
+        other_bits = (source is matrix.SOURCE and not matrix.compiled_matches_torch()) or (
+            source is quantized_mixing.SOURCE and not compiled_matches_torch(Quantize())
+        )
+        if reason is None and other_bits:
             reason = "other bits than PyTorch's on this processor."
         yield Finding("about", what, "yes" if reason is None else f"no: {reason}", "", "-")
 

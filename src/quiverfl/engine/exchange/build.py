@@ -14,7 +14,7 @@ from quiverfl.engine.checks.peers import choose_message_split
 from quiverfl.engine.collective import LocalWorld, World
 from quiverfl.engine.exchange.compression import CompressionStage, is_fixed
 from quiverfl.engine.exchange.exchange import Core, Exchange, MessageStage
-from quiverfl.engine.exchange.matrix import MatrixProduct
+from quiverfl.engine.exchange.matrix import MatrixProduct, compiled_matches_torch
 from quiverfl.engine.exchange.peer_arithmetic import PeerArithmetic
 from quiverfl.engine.exchange.stages import (
     AttackStage,
@@ -73,6 +73,7 @@ def build_exchange(
         return Exchange(core, stages, rows)
     blocks = compression is not None
     product = partial(world.mix, multiple=BLOCK) if blocks else world.mix
+    compiled_matches_torch()  # compiled and tried here, not in the first round
     core = MatrixProduct(method.delay, product, rows)
     if transforms.robustness is not None:
         rule = transforms.robustness

@@ -2,13 +2,16 @@
 
 A product is computed in place, over chunks of columns of all clients. A chunk fits the cache, so
 every number is read from and written to memory once, and the extra memory is a chunk or two for
-every worker. With few neighbours, the usual case, it sums rows (`embedding_bag`); with many it is a
+every worker. With few neighbours, the usual case, it sums rows: in C (`support/native/mixing.c`),
+or by `embedding_bag` where that is not compiled, to the same bits. With many neighbours it is a
 dense product.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from quiverfl.engine.local.workers import parallel_for, worker_count
 from quiverfl.methods.contract import Message
+from quiverfl.support.compiler import load_library, why_not_compiled
 from quiverfl.topologies.graph import DENSE_LIMIT, Graph
 from quiverfl.topologies.topology import count_links, find_offline
 from quiverfl.types import Flags, Integers
@@ -26,6 +30,13 @@ CHUNK_BYTES = 600_000
 NARROWEST = 48
 """Columns of the narrowest chunk, a multiple of a cache line as every width is; with many clients
 a chunk that fits the cache would be too narrow to read quickly."""
+SOURCE = ("mixing", "-ffp-contract=fast")
+LINES = 64
+"""Columns of which the chunks of the C are multiples."""
+FIRST_CACHE = 32 << 10
+"""Bytes of a chunk in C, where there are few clients; a chunk of many fits the second cache."""
+AT_ONCE = 2**24
+"""Numbers of one call of the C: Ctrl-C is heard between two."""
 DENSE_SHARE = 0.25
 """Above this share of non-zero weights the dense product is faster."""
 DUE, WAITING = "due/", "waiting/"
@@ -53,7 +64,11 @@ def mix(
         weights = torch.from_numpy(graph.matrix.data).to(dtype=leaf.dtype, device=leaf.device)
         row = weights @ theirs
         return row.view(leaf.shape[1:]).expand(graph.clients, *leaf.shape[1:])
-    product = _product(graph, leaf)
+    product = _dense_product(graph, leaf)
+    if product is None and transmit is None and _is_for_c(graph, flat):
+        _sum_rows(graph, flat)
+        return leaf
+    product = product or _sparse_product(graph, leaf)
     width = chunk_width(len(leaf), leaf.element_size(), multiple)
 
     def work(columns: range) -> None:
@@ -77,6 +92,62 @@ def mix(
     return leaf
 
 
+class _Mixing(ctypes.Structure):
+    """The struct of mixing.c."""
+
+    _fields_ = [
+        *(("rows", ctypes.c_void_p), ("clients", ctypes.c_int64), ("stride", ctypes.c_int64)),
+        *((name, ctypes.c_void_p) for name in ("starts", "senders", "weights")),
+    ]
+
+
+def _is_for_c(graph: Graph, flat: Tensor) -> bool:
+    """Whether the C is written for these rows, and gives PyTorch's bits here."""
+    if flat.dtype != torch.float32 or flat.device.type != "cpu" or flat.stride(1) != 1:
+        return False
+    return flat.shape[0] == graph.matrix.shape[0] and compiled_matches_torch()
+
+
+@cache
+def compiled_matches_torch() -> bool:
+    """Whether there is a compiled sum here that adds as this PyTorch does.
+
+    Tried once, before the first round. On a processor that multiplies and adds in two steps, say,
+    PyTorch chooses other kernels, and results would depend on whether there is a compiler.
+    """
+    if why_not_compiled(*SOURCE) is not None:
+        return False
+    clients, columns = 48, 3 * LINES + 37
+    draws = np.random.default_rng(0)
+    links = sparse.csr_array(np.where(draws.random((clients, clients)) < 0.2, 1 / 7, 0.0))
+    graph = Graph(links, np.ones(clients, dtype=bool))
+    leaf = torch.from_numpy(draws.normal(size=(clients, columns))).float()
+    expected = _sparse_product(graph, leaf)(leaf)
+    _sum_rows(graph, leaf)
+    return torch.equal(leaf, expected)
+
+
+def _sum_rows(graph: Graph, flat: Tensor) -> None:
+    """P · flat in the memory of flat, by C."""
+    csr, (clients, columns) = graph.sparse, flat.shape
+    parts = csr.indptr.astype(np.int32), csr.indices.astype(np.int32), csr.data.astype(np.float32)
+    pointers = (part.ctypes.data for part in parts)
+    mixing = _Mixing(flat.data_ptr(), clients, flat.stride(0), *pointers)
+    mix_rows = load_library(*SOURCE).mix_rows
+    width = min(8, max(1, FIRST_CACHE // (4 * clients * LINES))) * LINES
+
+    def work(chunks: range) -> None:
+        buffer = flat.new_empty(clients, width)
+        sizes = map(ctypes.c_int64, (chunks.start, min(chunks.stop, columns), width))
+        mix_rows(ctypes.byref(mixing), *sizes, ctypes.c_void_p(buffer.data_ptr()))
+
+    begins = range(0, columns, width)
+    workers = worker_count(len(begins))
+    each = max(1, min(AT_ONCE // (width * clients), -(-len(begins) // workers)))
+    pieces = [begins[first : first + each] for first in range(0, len(begins), each)]
+    parallel_for(work, pieces, workers)
+
+
 def chunk_width(clients: int, element_size: int, multiple: int = NARROWEST) -> int:
     """Columns that are multiplied at a time. Where chunks begin and end decides the last bits."""
     width = CHUNK_BYTES // (element_size * clients)
@@ -89,11 +160,16 @@ def is_dense(graph: Graph) -> bool:
     return clients <= DENSE_LIMIT and count_links(graph) > DENSE_SHARE * clients**2
 
 
-def _product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:
-    """Rows [clients, width] → P · rows."""
-    if is_dense(graph):
-        dense = torch.from_numpy(graph.weights).to(dtype=leaf.dtype, device=leaf.device)
-        return lambda rows: dense @ rows
+def _dense_product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Rows [clients, width] → P · rows, where P has many links."""
+    if not is_dense(graph):
+        return None
+    dense = torch.from_numpy(graph.weights).to(dtype=leaf.dtype, device=leaf.device)
+    return lambda rows: dense @ rows
+
+
+def _sparse_product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:
+    """Rows [clients, width] → P · rows, as sums of rows."""
     csr = graph.sparse
     senders, starts = (
         torch.from_numpy(part.astype("int32")).to(leaf.device)
