@@ -9,6 +9,7 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.paper.reproduce.catalogue import (
     ITEMS,
+    OTHERS,
     Protocol,
     configs_folder,
     equalize_participation,
@@ -24,9 +25,11 @@ from quiverfl.paper.reproduce.scores import (
     published_target,
 )
 from quiverfl.runs.config_files import load_config
+from quiverfl.runs.experiment import make_method, make_run_topology
 from quiverfl.sweeps.plan import Cell, Choice, load_sweep
 
-TRAINED = [name for name, item in ITEMS.items() if item.kind != "partition"]
+EVERY = [name for name, item in ITEMS.items() if item.kind != "partition"]
+TRAINED = [name for name in EVERY if name not in OTHERS]
 COUNTS = {
     # cases × methods × seeds
     "table1": 8 * 10 * 3,
@@ -91,8 +94,44 @@ def test_some_numbers_of_the_paper() -> None:
     assert published_rounds("CIFAR-10 Dir-0.3", "local") is None
 
 
+def test_fedreps_table_is_its_scripts_setting() -> None:
+    """Head 10 epochs and body 1 or 5, whole models as many as the body, a tenth of the clients."""
+    found = cells("fedrep", "paper")
+    assert len(found) == 4 * 5
+    for cell in found:
+        config, training = cell.config, cell.config.training
+        body = 1 if cell.case == "FedRep CIFAR-10, 2 classes" else 5
+        assert (training.lr, training.momentum, training.weight_decay) == (0.01, 0.5, 1e-4)
+        assert (training.batch_size, training.lr_decay, training.clip_norm) == (10, 1.0, None)
+        assert (config.run.rounds, config.run.evaluate_every) == (100, 1)
+        assert (config.data.clients, config.data.augment) == (100, "crop_flip")
+        method = make_method(config)
+        active = make_run_topology(config, method, 100)(0).active
+        assert active.sum() == 10 or (method.name == "local" and 1 <= active.sum() <= 25)
+        epochs = config.method.options()
+        if method.name == "fedrep":
+            assert epochs == {"personal_epochs": 10, "shared_epochs": body}
+        else:
+            assert set(epochs.values()) == {body}
+
+
+def test_pfllibs_numbers_stand_beside_every_cell() -> None:
+    found = cells("pfllib", "paper")
+    assert len(found) == 4 * 4
+    for cell in found:
+        assert published_accuracy(cell.case, cell.config.method.name) is not None, cell.name
+        assert cell.config.topology.options()["sampled"] == cell.config.data.clients == 20
+    crossing = [
+        [published_accuracy(f"PFLlib CIFAR-100, β = {beta}", name) for beta in ("0.5", "5")]
+        for name in ("fedrep", "fedavg")
+    ]
+    (rep, rep_5), (avg, avg_5) = ([score[0] for score in row if score] for row in crossing)
+    assert rep > avg
+    assert rep_5 < avg_5
+
+
 @pytest.mark.parametrize("scale", ["small", "tiny"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_item_is_there_at_every_scale(scale: str, name: str) -> None:
     assert cells(name, scale)
 

@@ -159,26 +159,31 @@ def cnn_small(
     input_shape: tuple[int, ...],
     classes: int,
     channels: Sequence[int] = (16, 32),
-    hidden: int = 128,
+    hidden: int | Sequence[int] = 128,
     padding: int = 0,
     kernels: Kernels = "torch",
 ) -> nn.Module:
     """A CNN for small experiments on a CPU: 117,866 parameters for 3×32×32 and 10 classes."""
     paddings = (padding,) * len(channels)
-    return TwoConvolutions(input_shape, classes, channels, (hidden,), paddings, kernels)
+    return TwoConvolutions(input_shape, classes, channels, _widths(hidden), paddings, kernels)
 
 
 def fedavg_cnn(
     input_shape: tuple[int, ...],
     classes: int,
     channels: Sequence[int] = (32, 64),
-    hidden: int = 512,
+    hidden: int | Sequence[int] = 512,
     padding: int = 0,
     kernels: Kernels = "torch",
 ) -> nn.Module:
     """The CNN of FedAvg (McMahan 2017): 878,538 parameters for 3×32×32 and 10 classes."""
     paddings = (padding,) * len(channels)
-    return TwoConvolutions(input_shape, classes, channels, (hidden,), paddings, kernels)
+    return TwoConvolutions(input_shape, classes, channels, _widths(hidden), paddings, kernels)
+
+
+def _widths(hidden: int | Sequence[int]) -> Sequence[int]:
+    """One dense layer, or several."""
+    return (hidden,) if isinstance(hidden, int) else hidden
 
 
 def _check_image(shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -33,6 +33,12 @@ PAPER_METHODS = (
     "dfedpgp",
 )
 """The methods of the paper's tables; the others of the package are not in them."""
+PAPER_WORDS = (
+    "“paper” is what the paper prints: mean ± standard deviation of 3 seeds of the full-size "
+    "experiment; it does not say at which stage."
+)
+OTHERS = ("fedrep", "pfllib")
+"""Tables of other people, whose settings are theirs."""
 FOUR = ("CIFAR-10 Dir-0.3", "CIFAR-10 Pat-2", "CIFAR-100 Dir-0.3", "CIFAR-100 Pat-10")
 
 
@@ -51,6 +57,8 @@ class Item:
     note: str = ""
     traits: dict[str, dict[str, str]] | None = None
     """Further columns: title → method → text."""
+    printed: str = PAPER_WORDS
+    """What the numbers in a column “paper” are."""
 
 
 _ITEMS = {
@@ -106,6 +114,21 @@ _ITEMS = {
         "graphs",
         note="Not in the paper. DFedPGP on random_pull and random_regular is its undirected or "
         "pulling version: μ stays 1 there.",
+    ),
+    "fedrep": Item(
+        "Test accuracy in FedRep's setting",
+        "accuracy",
+        "fedrep",
+        note="The setting of Table 1 of FedRep's paper (Collins et al., ICML 2021); its numbers "
+        "are the mean of the last ten rounds: --stage mixed --report last10.",
+    ),
+    "pfllib": Item(
+        "Test accuracy in PFLlib's setting",
+        "accuracy",
+        "pfllib_cifar100",
+        note="PFLlib reports the best of 2,000 rounds, after communication.",
+        printed="“paper” is what pfllib.com/benchmark.html prints: mean ± standard deviation of "
+        "three trials.",
     ),
 }
 ITEMS = Registry("item of the paper", _ITEMS)

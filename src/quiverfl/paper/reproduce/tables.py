@@ -46,10 +46,6 @@ from quiverfl.results.summary import REPORT_WORDS, Report, describe_protocol
 from quiverfl.results.tables import DIFFERENCE_WORDS, REPORT_TITLES, describe_tests
 
 METRIC = "accuracy"
-PAPER_WORDS = (
-    "“paper” is what the paper prints: mean ± standard deviation of 3 seeds of the full-size "
-    "experiment; it does not say at which stage."
-)
 
 
 def accuracy_table(
@@ -275,7 +271,7 @@ def _accuracy_caption(
     parts = [
         describe_protocol(stages, report, "uniform", describe_tests(results.one_each), METRIC),
         _describe_seeds(results.groups),
-        PAPER_WORDS if printed else "",
+        item.printed if printed else "",
         "Best means are bold.",
         item.note,
         describe_settings(results),
