@@ -81,7 +81,7 @@ class RankWorld:
         back = torch.from_numpy(np.argsort(np.argsort(owner, kind="stable"), kind="stable"))
         return self.ranks.rows(own, self._placement.counted(clients))[back]
 
-    def groups(self, chosen: Integers, width: int) -> Iterator[ClientGroup]:
+    def groups(self, chosen: Integers, width: int, blocks: int = 1) -> Iterator[ClientGroup]:
         federation = self.federation
         order = chosen[np.argsort(-federation.train[chosen], kind="stable")]
         for begin in range(0, len(order), width):

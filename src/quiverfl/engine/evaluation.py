@@ -50,8 +50,8 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
 
     fresh = torch.tensor([row not in known for row in range(clients)], dtype=torch.bool)
     chosen = np.flatnonzero(gather(fresh).numpy())
-    width = shard.context.executor.evaluated
-    compute_groups(shard.world, evaluate_group, chosen, width, shard.workers)
+    width, blocks = shard.context.executor.evaluated, shard.blocks.evaluated
+    compute_groups(shard.world, evaluate_group, chosen, width, shard.workers, blocks)
     for row, numbers in known.items():
         values = {name: np.array([number]) for name, number in numbers.items()}
         _join(own, values, np.array([row]), clients)
@@ -94,7 +94,8 @@ def compute_metrics(
         name: _tally(metric, len(rows))
         for name, metric in {**task.metrics, "loss": task.loss}.items()
     }
-    slab = min(SLAB, max(1, TOGETHER // max(1, len(everyone))))
+    together = min(len(everyone), executor.evaluated)  # joined groups are cut as each would be
+    slab = min(SLAB, max(1, TOGETHER // max(1, together)))
     for begin in range(0, int(sizes.max(initial=0)), slab):
         if halt is not None and halt.is_set():
             raise Halted

@@ -31,7 +31,7 @@ from quiverfl.engine.local.programs import (
     compile_stacked,
 )
 from quiverfl.engine.local.workers import worker_count
-from quiverfl.engine.memory import predict_memory, room_for
+from quiverfl.engine.memory import Blocks, choose_blocks, predict_memory, room_for
 from quiverfl.engine.settings import ExecutorName, Layout, Precision, RunSettings
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Method, Part, Train
@@ -306,6 +306,7 @@ class Computation:
     """Of one sample's features and outputs."""
     home: torch.device
     """Where states lie between the rounds."""
+    blocks: Blocks
 
     @property
     def one_by_one(self) -> bool:
@@ -360,7 +361,9 @@ def prepare_computation(
     )
     home = torch.device("cpu") if settings.states == "host" else device
     shapes = ((), ()) if probe is None else probe.shapes
-    return Computation(execution, context, test, shapes, home)
+    plain = None if private is not None else probe
+    blocks = choose_blocks(task, data, method, training, settings, plain, executor)
+    return Computation(execution, context, test, shapes, home, blocks)
 
 
 def _is_stackable(probe: ModelProbe | None) -> bool:

@@ -7,6 +7,7 @@ shapes. What frameworks and libraries need for themselves is a round number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from quiverfl.data.examples import ClientExamples
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.local.model_rng import KeyedRandomMode
-from quiverfl.engine.local.programs import Program, call_stacked, is_convolutional
+from quiverfl.engine.local.programs import Executor, Program, call_stacked, is_convolutional
 from quiverfl.engine.local.workers import MOST
 from quiverfl.engine.settings import RunSettings
-from quiverfl.methods.contract import Method
+from quiverfl.methods.contract import Interleaved, Method, Train
 from quiverfl.task import Params, Task
 from quiverfl.topologies.reports import ReportSpec
 from quiverfl.training import Training
@@ -118,6 +119,61 @@ def room_for(footprint: Footprint, free: int, elsewhere: bool = False) -> int:
     """
     beside = footprint.data + (0 if elsewhere else footprint.states + footprint.kept)
     return max(1, min(WIDEST, int((SPARE * free - beside) // max(1, footprint.per_client))))
+
+
+TOGETHER = 64 << 20
+"""Bytes of all clients that are computed together, at most: caches and calls share the gain."""
+SLAB = 128
+"""Samples of each that are evaluated at once, at most (engine/evaluation.py)."""
+MOST_BLOCKS, FEWEST_BLOCKS = 64, 8
+"""Chunks that are joined. With fewer, calls that are saved do not pay for rows between chunks."""
+
+
+class Blocks(NamedTuple):
+    """How many chunks of like clients are computed as one, in training and in evaluation."""
+
+    trained: int = 1
+    evaluated: int = 1
+
+
+def choose_blocks(
+    task: Task,
+    data: FederatedData,
+    method: Method,
+    training: Training,
+    settings: RunSettings,
+    probe: ModelProbe | None,
+    executor: Executor,
+) -> Blocks:
+    """As many as `TOGETHER` has room for: with tiny models most of the time goes into calls."""
+    size, many = settings.dtype.itemsize, executor.chunk * FEWEST_BLOCKS
+    model = size * (task.shared_layout.size + task.personal_layout.size)
+    if probe is None or data.clients < many or many * 5 * model > TOGETHER:
+        return Blocks()
+    plain = executor.name == "vectorized" and torch.device(settings.device).type == "cpu"
+    asked = settings.chunk is not None or settings.compile
+    frozen = size * sum(p.numel() for p in task.skeleton.parameters()) > model
+    if not plain or asked or frozen or not _is_exact(task, method, training, probe):
+        return Blocks()
+    each, longest = count_activations(task, data, settings.dtype), data.train.longest
+    # A copy to step, gradients apart and joined, momentum, and the state itself.
+    trained = 5 * model + 2 * each.of(min(training.batch_size or longest, longest))
+    seen = 2 * model + each.of(min(data.test.longest, SLAB))
+
+    def fit(clients: int, needed: int) -> int:
+        blocks = min(MOST_BLOCKS, TOGETHER // (clients * needed))
+        return blocks if blocks >= FEWEST_BLOCKS else 1
+
+    return Blocks(fit(executor.chunk, trained), fit(executor.evaluated, seen))
+
+
+def _is_exact(task: Task, method: Method, training: Training, probe: ModelProbe) -> bool:
+    """Whether no bit of a client's step depends on who is computed beside it."""
+    for phase in method.phases(task):
+        for inner in phase.phases if isinstance(phase, Interleaved) else (phase,):
+            if isinstance(inner, Train) and inner.loss is not None:
+                return False
+    return training.optimizer == "sgd" and not probe.draws and probe.is_exact()
 
 
 def count_activations(

@@ -72,11 +72,13 @@ class Shard:
         this run or by another rank. `world` is given where other clients are elsewhere.
         """
         self.ids: Integers = np.arange(data.clients) if clients is None else np.asarray(clients)
-        self.world: World = world or LocalWorld(self.ids, data.train.sizes)
+        self.world: World = world or _local_world(self.ids, data, settings)
         self.method, self._settings = method, settings
         computation = prepare_computation(task, data, method, training, settings, private, measured)
         self.execution, self.context = computation.execution, computation.context
         self.test, home = computation.test, computation.home
+        self.blocks = computation.blocks
+        self._width = self.context.executor.chunk * self.blocks.trained
         self.workers = worker_count(len(self.ids)) if computation.one_by_one else 1
         self._phases, self.adaptation = method.phases(task), adaptation_phase(method, task)
         self._find_personal = vmap_params(method.personal)
@@ -116,7 +118,8 @@ class Shard:
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
         work = partial(self._train_group, round, share)
         width = self.context.executor.chunk
-        compute_groups(self.world, work, np.flatnonzero(active), width, self.workers)
+        chosen, blocks = np.flatnonzero(active), self.blocks.trained
+        compute_groups(self.world, work, chosen, width, self.workers, blocks)
         if self.context.private is not None:
             visits = self.world.gather(torch.from_numpy(self.visits)).numpy()
             check_budget(visits, self.context.private, round, self.world.everybody)
@@ -178,7 +181,7 @@ class Shard:
 
     def keep_local_models(self, chosen: Flags) -> None:
         """Keep what these clients would use now as their last locally trained model."""
-        rows, width = np.flatnonzero(self.world.here(chosen)), self.context.executor.chunk
+        rows, width = np.flatnonzero(self.world.here(chosen)), self._width
         for begin in range(0, len(rows), width):
             some = rows[begin : begin + width]
             self.local.keep(some, self.personal(some))
@@ -241,7 +244,7 @@ class Shard:
         away = None if offline is None else self.world.here(offline)
         if STATISTICS in mixed:
             mixed = self._merge_statistics(mixed)
-        merge_states(self.state, mixed, self.method.merge, away, self.context.executor.chunk)
+        merge_states(self.state, mixed, self.method.merge, away, self._width)
 
     def _add_statistics(self, message: Message, rows: Integers | None = None) -> Message:
         """The message with the running statistics, weighed as its shared part is, if they are sent.
@@ -267,3 +270,9 @@ class Shard:
             average = average / rest[weight].to(average.dtype).unsqueeze(1)
         self.statistics[:, -1] = average.to(self.statistics.device)
         return rest
+
+
+def _local_world(ids: Integers, data: FederatedData, settings: RunSettings) -> LocalWorld:
+    sizes, epochs = data.train.sizes, settings.epochs_per_client
+    same = np.zeros(len(ids), dtype=np.int64) if epochs is None else np.asarray(epochs)
+    return LocalWorld(ids, sizes, np.stack([sizes, data.test.sizes, same], axis=1))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.utils import _python_dispatch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.local.examples import Batch, Examples
@@ -126,8 +127,47 @@ class ModelProbe:
                 return _first_sentence(error)
         return None
 
+    def is_exact(self) -> bool:
+        """Whether a number is computed the same wherever it lies in a tensor of many clients.
+
+        PyTorch computes functions such as tanh one way in full vectors and another in what is left.
+        """
+        self._program.module.train()
+        with torch.no_grad(), _Operations() as operations:
+            outputs = self._program.outputs(self._program.named(self._point), self._x)
+            self._task.loss(outputs, self._y)
+        return bool(operations.names.issubset(EXACT))
+
     def _key(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self._point.shared.device)
+
+
+EXACT = {
+    *("add", "sub", "mul", "div", "neg", "abs", "relu", "leaky_relu"),
+    *("mm", "addmm", "bmm", "baddbmm", "embedding", "sum", "mean"),
+    *("_log_softmax", "native_layer_norm", "nll_loss_forward", "mse_loss"),
+    *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "squeeze"),
+    *("unsqueeze", "select", "slice", "cat", "clone", "detach", "alias", "_to_copy"),
+    *("zeros", "ones", "empty"),
+}
+"""Operations that compute rows, or numbers, by themselves."""
+
+
+_DispatchMode: Any = _python_dispatch.TorchDispatchMode
+
+
+class _Operations(_DispatchMode):  # type: ignore[misc]
+    """Notes what is computed while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 def executor_for(name: str, task: Task, device: torch.device, probe: ModelProbe | None) -> Executor:
