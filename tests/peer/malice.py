@@ -44,7 +44,7 @@ async def member(
     folder: Path, options: Options, spoil: Callable[[Node], None] = lambda node: None
 ) -> AsyncIterator[Node]:
     """A peer that runs for ever, with something about it spoilt."""
-    node = build(folder, replace(options, rounds=1_000_000))
+    node = build(folder, replace(options, rounds=1_000_000, dishonest=True))
     spoil(node)
     task = asyncio.create_task(node.run())
     try:
@@ -335,7 +335,7 @@ async def _flooding(folder: Path, options: Options, progress: Progress) -> None:
             channel = open_channel(address, peer, papers)
             while bare:
                 silent = [channel.stream_stream(f"/{SERVICE}/Push")() for _ in range(20)]
-                for method in ("Hello", "Notices", "Order", "Nonsense"):
+                for method in ("Hello", "Notices", "LastReceipt", "Nonsense"):
                     call = channel.unary_unary(f"/{SERVICE}/{method}")
                     await _suppressed(call(random.randbytes(200), timeout=5) for _ in range(10))
                 await asyncio.sleep(0.1)

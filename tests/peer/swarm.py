@@ -113,6 +113,7 @@ class Options:
     crash_after: int = 0  # the how-many-th passage
     newest: int = PROTOCOL  # version of the protocol that it speaks
     coding: MessageCodec | None = None
+    dishonest: bool = False  # it goes on with records that do not add up
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
@@ -164,6 +165,8 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     member = roster.member(name)
     try:
         store = Store.open(folder / "store", trace)
+        if not options.dishonest:
+            store.verify(None)
     except NoStore:
         store = create_store(folder / "store", learner, agreement, trace)
     settings = Settings(

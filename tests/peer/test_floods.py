@@ -18,8 +18,8 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.disk import write_durably
 from quiverfl.peer.accounts.ledger import UNIT
-from quiverfl.peer.doctor import acceptable_connections
 from quiverfl.peer.link.identity import KEY, ROSTER, Roster
+from quiverfl.peer.link.limits import acceptable_connections
 
 from .swarm import Options, Swarm, build, make_folders
 from .test_life import ENDLESS, finish, until
@@ -68,7 +68,7 @@ def test_idle_connections_beyond_the_limit_of_files_stop_nobody(swarm: Swarm) ->
 
 def test_too_few_files_are_refused_with_a_sentence() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert acceptable_connections(3) == 64 + 12
+    assert acceptable_connections(3) == 64 + 64 + 12
     with pytest.raises(QuiverError, match="ulimit -n"):
         acceptable_connections(hard)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft

@@ -16,6 +16,7 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.context import Agreement
+from quiverfl.peer.control import make_order
 from quiverfl.peer.link import wire
 from quiverfl.peer.link.identity import ROSTER, Identity, Roster
 from quiverfl.peer.link.link import open_channel
@@ -66,7 +67,7 @@ def test_only_who_may_join_gets_the_model(folders: list[Path]) -> None:
             assert "in the run already" in await refusal(ask(old))
             assert "in the run already" in await refusal(ask(new))
             assert "another run" in await refusal(ask(new, agreement="0" * 64))
-            handler = node.service
+            handler = node.control
             await handler.handle_order(Order(action="evict", peer="peer-1"))
             assert "old store stays outside" in await refusal(ask(old))
             assert "in another's name" in await refusal(ask(new, sender="peer-2"))
@@ -144,8 +145,7 @@ def test_many_pulls_cost_no_memory_and_one_file(tmp_path: Path) -> None:
         assert len(list((folder / "store").glob("offer-*"))) == 1
         assert process.memory_info().rss - before < 4 * size  # less than one model
         began = time.monotonic()
-        status = channels["peer-0"].unary_unary(f"/{SERVICE}/Order")
-        await status(wire.encode(Order(action="status")), timeout=5)
+        await make_order(folder, Order(action="status"))
         assert time.monotonic() - began < 1.0
         for call in calls:
             call.cancel()

@@ -141,7 +141,7 @@ def test_a_lost_peer_is_evicted_and_joins_with_a_new_store(tmp_path: Path) -> No
         await until(lambda: all(node.transactions.accounts.round > 3 for node in nodes))
         await finish(nodes[2], tasks=tasks[2:])
         shutil.rmtree(folders[2] / "store")  # its disk is lost
-        handlers = [node.service for node in nodes[:2]]
+        handlers = [node.control for node in nodes[:2]]
         for handler in handlers:
             answer = await handler.handle_order(Order(action="evict", peer="peer-2"))
             assert answer["evicted"] == "peer-2"

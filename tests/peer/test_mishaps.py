@@ -105,7 +105,7 @@ def test_an_eviction_forgets_the_refund_that_was_due(tmp_path: Path) -> None:
         )[0]
         sender = nodes[0].neighbours.senders["peer-1"]
         sender.refund = refused
-        await nodes[0].service.handle_order(Order(action="evict", peer="peer-1"))
+        await nodes[0].control.handle_order(Order(action="evict", peer="peer-1"))
         assert sender.refund is None
         for node in nodes:
             node.store.close()

@@ -66,7 +66,7 @@ def test_who_was_away_hears_of_an_eviction_before_it_trades(tmp_path: Path) -> N
         await finish(*nodes[2:], tasks=tasks[2:])
         shutil.rmtree(folders[2] / "store")
         for node in nodes[:2]:
-            await node.service.handle_order(Order(action="evict", peer="peer-2"))
+            await node.control.handle_order(Order(action="evict", peer="peer-2"))
         learner = Quadratic(2, 20)
         agreement = Agreement("test", "peer-2", "c" * 64, learner.manifest)
         roster = Roster.read(folders[2] / ROSTER)
@@ -94,7 +94,7 @@ def test_an_evicted_store_hears_it_and_stops(tmp_path: Path) -> None:
         nodes, tasks = map(list, zip(*(started(folder) for folder in folders), strict=True))
         await until(lambda: all(node.transactions.accounts.round > 3 for node in nodes))
         await finish(*nodes[1:], tasks=tasks[1:])
-        await nodes[0].service.handle_order(Order(action="evict", peer="peer-2"))
+        await nodes[0].control.handle_order(Order(action="evict", peer="peer-2"))
         evict_offline(folders[1] / "store", "peer-2")
         second, second_task = started(folders[1])  # signs what was done while it did not run
         await until(lambda: len(nodes[0].neighbours.evictions.statements()) == 2)

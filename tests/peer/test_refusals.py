@@ -14,11 +14,13 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT, Transfer
 from quiverfl.peer.context import Agreement
+from quiverfl.peer.control import SOCKET, NotRunning, make_order
 from quiverfl.peer.link import identity, wire
 from quiverfl.peer.link.identity import ROSTER, Identity, Roster
 from quiverfl.peer.link.link import open_channel
@@ -311,14 +313,33 @@ def test_content_that_is_refused_is_refused_for_good(folders: list[Path]) -> Non
 
 
 def test_only_its_owner_orders_a_peer(folders: list[Path]) -> None:
+    """Orders come over a socket in its folder; the network has no method for them."""
+
     async def scenario() -> None:
         async with running(folders[0]) as node:
             caller = Caller(node.agreement, address(folders[0]), Identity.read(folders[1]))
             call = caller.channel.unary_unary(f"/{SERVICE}/Order")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(wire.encode(Order(action="stop")), timeout=5)
-            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
             assert not node.stopping
+            assert (folders[0] / SOCKET).stat().st_mode & 0o777 == 0o600
+            assert (await make_order(folders[0], Order(action="status")))["name"] == "peer-0"
+            with pytest.raises(QuiverError, match="name another member"):
+                await make_order(folders[0], Order(action="evict", peer="nobody"))
             await caller.channel.close()
+        with pytest.raises(NotRunning, match="quiver peer run"):
+            await make_order(folders[0], Order(action="status"))
+
+    asyncio.run(scenario())
+
+
+def test_a_socket_in_a_folder_of_a_long_path(tmp_path: Path) -> None:
+    deep = tmp_path / ("a" * 100) / ("b" * 100)
+    folders = make_folders(deep, 3)
+
+    async def scenario() -> None:
+        async with running(folders[0]):
+            assert (await make_order(folders[0], Order(action="status")))["name"] == "peer-0"
 
     asyncio.run(scenario())

@@ -123,10 +123,10 @@ def run(
 def status(folder: Folder, json_: AsJson = False) -> None:
     """Show what a running peer is doing."""
     from quiverfl.cli.peer_owner import format_status
-    from quiverfl.peer.link.service import send_order
+    from quiverfl.peer.control import send_order
     from quiverfl.peer.link.wire import Order
 
-    status = send_order(_read_folder(folder), Order(action="status"))
+    status = send_order(_read_folder(folder).path, Order(action="status"))
     if json_:
         print(json.dumps(status))
         return
@@ -139,10 +139,10 @@ def status(folder: Folder, json_: AsJson = False) -> None:
 @app.command("leave")
 def leave(folder: Folder) -> None:
     """Let a running peer give all its mass away and end; its model is kept in its store."""
-    from quiverfl.peer.link.service import send_order
+    from quiverfl.peer.control import send_order
     from quiverfl.peer.link.wire import Order
 
-    send_order(_read_folder(folder), Order(action="leave"))
+    send_order(_read_folder(folder).path, Order(action="leave"))
     print("leaving: the peer ends when its neighbours have taken everything.")
 
 
@@ -157,12 +157,12 @@ def evict(
     """Stop dealing with a peer that is lost. Do it on every remaining peer."""
     from quiverfl.peer.accounts.ledger import UNIT
     from quiverfl.peer.accounts.transactions import evict_offline
-    from quiverfl.peer.link.service import NotRunning, send_order
+    from quiverfl.peer.control import NotRunning, send_order
     from quiverfl.peer.link.wire import Order
 
     opened = _read_folder(folder)
     try:
-        result = send_order(opened, Order(action="evict", peer=peer, ban=ban))
+        result = send_order(opened.path, Order(action="evict", peer=peer, ban=ban))
     except NotRunning:
         opened.roster.member(peer)
         result = {"written_off": evict_offline(opened.store, peer, ban) / UNIT}

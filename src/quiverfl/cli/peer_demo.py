@@ -22,9 +22,9 @@ from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT, Statement
 from quiverfl.peer.accounts.signing import signature_check
 from quiverfl.peer.api import read_scores
+from quiverfl.peer.control import NotRunning, make_order
 from quiverfl.peer.folder import make_swarm
 from quiverfl.peer.link.identity import ROSTER, Roster
-from quiverfl.peer.link.service import NotRunning, make_order
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.metrics import PeerReading, read_status
 
@@ -87,7 +87,7 @@ class Demo:
                 return
             try:
                 order = Order(action="status")
-                status = await make_order(self.folders[name], order, timeout=1.0)
+                status = await make_order(self.folders[name].path, order, timeout=1.0)
                 self.readings[name] = read_status(status)
             except NotRunning:
                 self.readings[name].state = "starting"

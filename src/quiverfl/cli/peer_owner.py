@@ -23,9 +23,9 @@ from rich.text import Text
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.changes import amend_offline
+from quiverfl.peer.control import NotRunning, send_order
 from quiverfl.peer.doctor import Finding, examine_peer
 from quiverfl.peer.folder import PEER, PeerFolder
-from quiverfl.peer.link.service import NotRunning, send_order
 from quiverfl.peer.link.wire import Order, Terms
 from quiverfl.peer.metrics import MetricsClient, PeerReading, find_main_score, list_waiting
 from quiverfl.peer.setup import load_peer_config
@@ -207,7 +207,7 @@ def propose_change(
         first = problem.errors(include_url=False)[0]
         raise QuiverError(f"--{first['loc'][0]} {first['input']!r}: {first['msg']}.") from problem
     try:
-        status = send_order(folder, Order(action="amend", terms=terms))
+        status = send_order(folder.path, Order(action="amend", terms=terms))
         yield from status["amendments"]
     except NotRunning:
         first_rounds = load_peer_config(folder).run.rounds

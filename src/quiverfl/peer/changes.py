@@ -47,28 +47,43 @@ class SignedLog(Generic[Statement]):
     ) -> None:
         self.kind: type[Statement] = kind
         self._rule, self._agreement = rule, agreement
-        self._statements: list[Statement] = [kind.model_validate_json(body) for body in bodies]
-
-    @property
-    def hash(self) -> str:
+        self._statements: list[Statement] = []
+        self._contents: dict[str, set[str]] = {}  # by author
+        self.hash = ""
         """A hash that two peers share if they know the same statements; empty without any."""
-        if not self._statements:
-            return ""
-        contents = sorted(statement.content for statement in self._statements)
-        return hashlib.sha256("\n".join(contents).encode()).hexdigest()
+        for body in bodies:
+            self._append(kind.model_validate_json(body))
+        self._refresh_hash()
+
+    def _append(self, statement: Statement) -> None:
+        self._statements.append(statement)
+        self._contents.setdefault(statement.by, set()).add(statement.content)
+
+    def _refresh_hash(self) -> None:
+        contents = sorted(text for author in self._contents.values() for text in author)
+        if contents:
+            self.hash = hashlib.sha256("\n".join(contents).encode()).hexdigest()
 
     def statements(self) -> list[Statement]:
         """All of them, in the order in which they came."""
         return list(self._statements)
 
+    def pick_news(self, statements: Iterable[Statement], roster: Roster) -> list[Statement]:
+        """Pick those that `add` would accept. Changes nothing, so it may run in any thread."""
+        return [one for one in statements if self._is_acceptable(one, roster)]
+
+    def _is_acceptable(self, statement: Statement, roster: Roster) -> bool:
+        known = self._contents.get(statement.by, set())
+        if statement.content in known or len(known) >= MAX_STATEMENTS:
+            return False
+        return check_statement(roster, self._agreement, statement)
+
     def add(self, statement: Statement, roster: Roster) -> str:
         """Accept a statement that its author has signed. Returns its text if it is news."""
-        known = [s.content for s in self._statements if s.by == statement.by]
-        if statement.content in known or len(known) >= MAX_STATEMENTS:
+        if not self._is_acceptable(statement, roster):
             return ""
-        if not check_statement(roster, self._agreement, statement):
-            return ""
-        self._statements.append(statement)
+        self._append(statement)
+        self._refresh_hash()
         return encode(statement).decode()
 
     def votes(self) -> dict[Any, set[str]]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from quiverfl.peer.accounts.ledger import UNIT, Accounts
+from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.accounts.store import Store, Trace
 from quiverfl.peer.accounts.transactions import Transactions
 from quiverfl.peer.link.identity import ROSTER, LiveIdentity, LiveRoster
@@ -93,20 +93,13 @@ class Agreement:
         return ""
 
 
-def find_rollback(name: str, pushes: int, accounts: Accounts, hello: Hello) -> str:
-    """Say so if a neighbour knows more of this peer's store than the store itself; else nothing.
-
-    `pushes` is how often this store has pushed by its own signature, which the neighbour shows.
-    The neighbour's past is compared with this peer's present, so messages under way do no harm.
-    """
-    link = accounts.link(hello.sender)
-    if pushes > accounts.pushes or hello.received > link.sent or hello.acknowledged > link.received:
-        return (
-            f"the store of {name!r} is older than what {hello.sender!r} remembers of it: it was "
-            "restored from a backup, and mass it holds has moved on since. Evict it on the others "
-            "and let it join with a new store; or start with --trust-store if you know better."
-        )
-    return ""
+def describe_rollback(name: str, witness: str) -> str:
+    """Say what to do with a store that is older than what it has itself signed to a neighbour."""
+    return (
+        f"the store of {name!r} is older than what it has signed to {witness!r}: it was restored "
+        "from a backup, and mass it holds has moved on since. Evict it on the others and let it "
+        "join with a new store; or start with --trust-store if you know better."
+    )
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,12 @@ import grpc.aio
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.disk import write_durably
+from quiverfl.peer.control import NotRunning, make_order
 from quiverfl.peer.folder import PeerFolder, choose_step
 from quiverfl.peer.link.identity import Identity, Member, parse_certificate
+from quiverfl.peer.link.limits import acceptable_connections
 from quiverfl.peer.link.link import open_channel
-from quiverfl.peer.link.service import (
-    NotRunning,
-    acceptable_connections,
-    installed_version,
-    make_order,
-)
+from quiverfl.peer.link.service import installed_version
 from quiverfl.peer.link.wire import OLDEST, PROTOCOL, SERVICE, Order, Vitals, WireError, decode
 
 DAYS_LEFT = 30
@@ -178,7 +175,7 @@ def _describe_step(folder: PeerFolder) -> Iterator[Finding]:
 async def _check_own_port(folder: PeerFolder) -> Finding:
     bind = folder.own.bind
     try:
-        status = await make_order(folder, Order(action="status"))
+        status = await make_order(folder.path, Order(action="status"))
     except NotRunning:
         return _check_free_port(bind)
     except QuiverError as problem:

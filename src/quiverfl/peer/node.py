@@ -18,6 +18,7 @@ from quiverfl.peer.accounts import ledger
 from quiverfl.peer.accounts.ledger import Transfer
 from quiverfl.peer.changes import RunChanges
 from quiverfl.peer.context import PeerContext
+from quiverfl.peer.control import Control
 from quiverfl.peer.folder import Outcome, Settings
 from quiverfl.peer.learner import REPORTS, Learner, mutual_neighbours
 from quiverfl.peer.link.link import Sender
@@ -64,10 +65,11 @@ class Node:
         self.problem: QuiverError | None = None
         self.state = "starting"
         self.scores: dict[str, float] = {}
-        self.receiver = Receiver(ctx, settings.copies)
+        self.receiver = Receiver(ctx, settings.copies, self._wake_sender)
         self.neighbours = Neighbours(ctx, self)
         self.changes = RunChanges(ctx, settings.rounds, self.neighbours)
         self.service = Service(ctx, self)
+        self.control = Control(self)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._agreed: tuple[int, float | None] = (settings.rounds, None)
         self._mutual = mutual_neighbours(topology, self.names, self.number)
@@ -81,6 +83,7 @@ class Node:
         if self.settings.metrics:
             endpoint = serve_metrics(self.settings.metrics, self.metrics, self.samples)
         await server.start()
+        await self.control.start()
         senders = self.neighbours.senders.values()
         carriers: list[Sender | SharePuller] = [*senders, *self._make_pullers()]
         tasks = [self._start(carrier.run()) for carrier in carriers]
@@ -97,12 +100,12 @@ class Node:
                     break
         finally:
             self.state = "stopping"
-            await self.neighbours.wait_for_news()
-            await asyncio.gather(*(sender.close() for sender in senders))
             for task in tasks:
                 task.cancel()
+            await self.neighbours.close()
             await asyncio.gather(*tasks, return_exceptions=True)
             await server.stop(0.5)
+            await self.control.stop()
             await self.transactions.wait_until_idle()
             self._thread.shutdown()
             if endpoint is not None:
@@ -134,6 +137,11 @@ class Node:
             for peer, sender in self.neighbours.senders.items()
             if not roster.member(peer).dials_out
         ]
+
+    def _wake_sender(self, peer: str) -> None:
+        """Try a share at once: its receiver has just been heard."""
+        if peer in self.neighbours.senders:
+            self.neighbours.senders[peer].wake()
 
     def stop(self) -> None:
         """Finish the transaction at hand, then end, as SIGTERM asks."""
@@ -177,6 +185,7 @@ class Node:
             await neighbours.tell(neighbours.staying() - neighbours.greeted)
             await self.wait_until(lambda: not neighbours.count_missing_quorum(), pause)
             pause = min(2 * pause, LAST_QUESTION)
+        await neighbours.wait_for_news()  # such as a receipt that this store does not know
 
     # The rounds of the run
 

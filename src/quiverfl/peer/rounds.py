@@ -349,9 +349,12 @@ def _uninformed(node: Node, others: set[str]) -> set[str]:
 
 
 def _measure_progress(node: Node) -> tuple[int, int]:
-    """A value that changes when others come on; shares alone would keep a peer up for ever."""
+    """A value that changes when others come on, and never goes back.
+
+    Neither shares nor a neighbour that ends again and again keep a peer up.
+    """
     rounds = (min(round, node.settings.rounds) for round in node.receiver.rounds.values())
-    return len(node.neighbours.done), sum(rounds)
+    return len(node.neighbours.ends), sum(rounds)
 
 
 async def _leave(node: Node) -> None:

@@ -29,6 +29,7 @@ from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Method
 from quiverfl.models import check_model
 from quiverfl.peer.accounts.ledger import UNIT, Accounts
+from quiverfl.peer.accounts.signing import signature_check
 from quiverfl.peer.accounts.store import Memory, NoStore, Store, Trace
 from quiverfl.peer.accounts.transactions import make_first_entry
 from quiverfl.peer.context import OTHER_STEP, Agreement, PeerContext
@@ -291,11 +292,17 @@ async def _open_store(
     folder: PeerFolder, learner: ShardLearner, agreement: Agreement, join: bool
 ) -> Store:
     try:
-        return Store.open(folder.store)
+        store = Store.open(folder.store)
     except NoStore:
         if join:
             return await join_store(folder.store, learner, agreement, folder.roster, folder.path)
         return create_store(folder.store, learner, agreement)
+    try:
+        await asyncio.to_thread(store.verify, signature_check(folder.roster))
+    except QuiverError:
+        store.close()
+        raise
+    return store
 
 
 def restore_learner(folder: PeerFolder) -> ShardLearner:

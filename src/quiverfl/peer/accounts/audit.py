@@ -146,6 +146,19 @@ def audit(
     return report
 
 
+def find_damage(statement: Statement, is_genuine: SignatureCheck | None, newest: int) -> list[str]:
+    """Recompute one peer's records; the signatures of the newest shares at either end are checked.
+
+    A training that has diverged is no damage.
+    """
+    report = AuditReport()
+    _check_records(statement, report)
+    if is_genuine is not None:
+        sent, received = statement.sent[-newest:], statement.received[-newest:]
+        _check_proofs(replace(statement, sent=sent, received=received), report, is_genuine)
+    return [problem for problem in report.problems if "is not finite" not in problem]
+
+
 def _check_records(statement: Statement, report: AuditReport) -> None:
     """Check that each entry continues the one before it, and that the last matches the account."""
     units, total = 0, 0.0

@@ -90,6 +90,13 @@ def write_error(folder: Path, problem: Exception) -> StoreError:
     )
 
 
+def damage(folder: Path, what: object) -> StoreError:
+    return StoreError(
+        f"the records in {folder} are damaged: {what} Nothing is spent from them. Keep the folder, "
+        "evict this peer on the others and let it join again."
+    )
+
+
 def remove_all_but(folder: Path, keep: Callable[[str], bool]) -> None:
     """Remove the state and share files that no commit names."""
     for path in folder.iterdir():
@@ -220,7 +227,7 @@ def _read_statement(folder: Path) -> Statement:
         meta = dict(database.execute("SELECT key, value FROM meta"))
         query = "SELECT name, digest FROM files WHERE role = 'state'"
         name, digest = database.execute(query).fetchone()
-    except (sqlite3.Error, IndexError) as problem:
+    except (sqlite3.Error, IndexError, TypeError, ValueError) as problem:
         raise QuiverError(
             f"{folder} cannot be read as a peer's store, or is of another version of quiverfl: "
             f"{problem}."

@@ -15,12 +15,16 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import safetensors.numpy
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts import disk
+from quiverfl.peer.accounts.audit import SignatureCheck, find_damage
 from quiverfl.peer.accounts.disk import (
+    StoreError,
+    damage,
     file_size,
     read_checked,
     remove_all_but,
@@ -29,10 +33,12 @@ from quiverfl.peer.accounts.disk import (
 )
 from quiverfl.peer.accounts.ledger import PAST, Accounts, Entry, Transfer
 from quiverfl.peer.link.messages import Leaves
-from quiverfl.peer.link.wire import Terms
+from quiverfl.peer.link.wire import Receipt, Terms
 from quiverfl.support.durable import remove_partial
 from quiverfl.support.locks import AlreadyLocked, Lock
 
+VERIFIED = 5000
+"""How many of the newest shares, sent and taken, are verified at every start; an audit verifies all."""
 Trace = Callable[[str], None]
 """A test hook, called at named points so that a test can crash there."""
 
@@ -119,9 +125,29 @@ class Store:
                 store._database.execute(statement)
             committed = {name for name, _ in store._rows("SELECT name, digest FROM files")}
             remove_all_but(folder, committed.__contains__)
-        except (OSError, sqlite3.Error) as problem:
+        except (sqlite3.OperationalError, OSError) as problem:  # such as a disk that is read-only
             raise write_error(folder, problem) from problem
+        except sqlite3.Error as problem:
+            raise damage(folder, f"{problem}.") from problem
         return store
+
+    def verify(self, is_genuine: SignatureCheck | None) -> None:
+        """Refuse records that were changed since they were committed, before any mass is spent."""
+        try:
+            found = self._rows("PRAGMA integrity_check(1)")
+            if found != [("ok",)]:
+                raise damage(self.folder, f"{found[0][0].splitlines()[-1]}.")
+            for name, digest in self._rows("SELECT name, digest FROM files WHERE role = 'share'"):
+                read_checked(self.folder / name, digest)
+            problems = find_damage(disk.read_statement(self.folder), is_genuine, VERIFIED)
+        except sqlite3.Error as problem:
+            raise damage(self.folder, f"{problem}.") from problem
+        except StoreError:
+            raise
+        except QuiverError as problem:
+            raise damage(self.folder, problem) from problem
+        if problems:
+            raise damage(self.folder, problems[0])
 
     def close(self) -> None:
         self._database.close()
@@ -177,6 +203,21 @@ class Store:
         with self._mutex:
             taken = self._database.execute(query, (receiver, most, rows)).fetchall()
         return [Transfer(*row[:8]) for row in taken]
+
+    def last_receipt(self, receiver: str) -> Receipt:
+        """The last receipt that a neighbour has signed for a share of this peer."""
+        query = (
+            "SELECT status, seq, round, units, digest, proof FROM sent WHERE receiver = ? "
+            "AND status IN ('acknowledged', 'refunded') ORDER BY seq DESC LIMIT 1"
+        )
+        with self._mutex:
+            rows = self._database.execute(query, (receiver,)).fetchall()
+        if not rows:
+            return Receipt()
+        status, seq, round, units, digest, proof = rows[0]
+        word: Literal["applied", "refused"] = "applied" if status == "acknowledged" else "refused"
+        values = {"seq": seq, "round": round, "units": units, "digest": digest, "proof": proof}
+        return Receipt(word=word, **values)
 
     def senders_since(self, round: int) -> set[str]:
         """Members whose shares of this round or a later one were taken or refused."""

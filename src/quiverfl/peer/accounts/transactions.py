@@ -29,6 +29,10 @@ WeighCopies = Callable[[Sequence[Transfer]], tuple[int, list[int]]]
 """Copies → the weight of the own message, and that of each copy."""
 
 
+MOST_FORGED = 3
+"""Clocks of one message that are found forged before the rest is left unread."""
+
+
 def make_first_entry(kind: str, message: Leaves, round: int = 0) -> Entry:
     """Make the entry that opens an account with μ = 1."""
     opening = sum_message(message)
@@ -59,13 +63,24 @@ class Transactions:
         return self.accounts.units / UNIT
 
     def record_clocks(self, clocks: Iterable[Clock], is_genuine: Callable[[Clock], bool]) -> None:
-        """Remember how often others have pushed by their own signature; only news is checked."""
+        """Remember how often others have pushed by their own signature; only news is checked.
+
+        An honest member passes on a forged clock only if a key was dropped since; after a few, the
+        rest of its clocks is not worth the time.
+        """
+        forged = 0
         for clock in clocks:
             news = clock.pushes > self.known_pushes(clock.peer)
             same_store = clock.store == self.accounts.link(clock.peer).incarnation
-            if news and same_store and is_genuine(clock):
+            if not news or not same_store:
+                continue
+            if is_genuine(clock):
                 heard = (clock.store, clock.pushes, clock.proof)
                 self._news = {**self._news, clock.peer: heard}
+                continue
+            forged += 1
+            if forged == MOST_FORGED:
+                return
 
     def latest_clock(self, peer: str) -> Clock | None:
         """The newest clock that this peer knows of another."""
@@ -310,8 +325,11 @@ class Transactions:
             lambda store, accounts: store.refuse(accounts, transfer, reason),
         )
 
-    def register_store(self, peer: str, incarnation: str) -> Awaitable[None]:
-        return self.change(
+    async def register_store(self, peer: str, incarnation: str) -> None:
+        link = self.accounts.link(peer)
+        if link.incarnation == incarnation and not link.gone:
+            return  # as in every greeting but the first
+        await self.change(
             lambda accounts: ledger.register_store(accounts, peer, incarnation),
             lambda store, accounts: store.update(accounts),
         )

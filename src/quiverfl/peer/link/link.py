@@ -36,6 +36,7 @@ from quiverfl.peer.link.wire import (
     Evidence,
     Greeting,
     Hello,
+    Receipt,
     Reply,
     Statement,
     Voucher,
@@ -53,6 +54,8 @@ Stored = TypeVar("Stored")
 LARGEST_FRAME = CHUNK + 1024
 PUSH_CLOCKS = 8
 """The clocks that go with an announcement."""
+PIECES = 64
+"""The most messages of evidence in one attempt to deliver a share."""
 FINISHED = "finished"
 """The first word of the refusal when a peer that has had its last round sends a share back."""
 
@@ -216,16 +219,28 @@ class Link:
 
     async def fetch_statements(self, kind: type[Statement]) -> list[Statement]:
         """Ask for the statements that the neighbour knows; none if it cannot be asked now."""
+        answer = await self._ask(kind.method)
+        with contextlib.suppress(WireError):
+            return [] if answer is None else decode_statements(kind, answer)
+        return []
+
+    async def fetch_receipt(self) -> Receipt | None:
+        """Ask for the last receipt that the neighbour has of this peer."""
+        answer = await self._ask("LastReceipt")
+        with contextlib.suppress(WireError):
+            return None if answer is None else decode(Receipt, answer)
+        return None
+
+    async def _ask(self, method: str) -> bytes | None:
         try:
-            call = self.connect().unary_unary(f"/{SERVICE}/{kind.method}")
-            answer = await call(b"", timeout=self._ctx.limits.hello_seconds)
-            return decode_statements(kind, answer)
-        except (grpc.aio.AioRpcError, WireError, Unreachable):
-            return []
+            call = self.connect().unary_unary(f"/{SERVICE}/{method}")
+            return bytes(await call(b"", timeout=self._ctx.limits.hello_seconds))
+        except (grpc.aio.AioRpcError, Unreachable):
+            return None
         except asyncio.CancelledError:
             with contextlib.suppress(Unreachable):
                 pass_on_cancellation()
-            return []
+            return None
 
     async def _check_greeting(self, hello: Hello, greeting: Greeting) -> Hello:
         if greeting.hello is None:
@@ -379,10 +394,16 @@ class Sender:
         ctx.trace("before send")
         await call.write(ctx.metrics.count_sent(encode(announcement)))
         reply = await self._read_reply(call, idle)
+        rows, pieces = reply.rows, 0
         while reply.word == "show":
-            evidence = await self._collect_evidence(reply.rows)
+            if reply.rows != rows or pieces == PIECES:  # the rest is for the next attempt
+                raise Unreachable(f"{self.peer} asks for more and more evidence")
+            evidence = await self._collect_evidence(rows)
+            rows, pieces = rows + len(evidence.vouchers), pieces + 1
             await call.write(ctx.metrics.count_sent(encode(evidence)))
             reply = await self._read_reply(call, idle)
+            if reply.word == "show" and not evidence.vouchers:
+                raise Denied(f"{self.peer} asks for evidence that there is none of")
         if reply.word == "proceed":
             payload = await self._read_store(ctx.store.payload, transfer)
             for frame in split_frames(payload):

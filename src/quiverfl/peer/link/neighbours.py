@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.ledger import UNIT, LinkRecord, is_free
-from quiverfl.peer.accounts.signing import check_clock, sign_statement
+from quiverfl.peer.accounts.signing import check_clock, check_signature, sign_statement
 from quiverfl.peer.changes import SignedLog, open_amendment_log, open_eviction_log
-from quiverfl.peer.context import PeerContext, find_rollback
+from quiverfl.peer.context import PeerContext, describe_rollback
 from quiverfl.peer.link.link import Link, RestoredBackup, Sender, Unreachable, list_clocks
 from quiverfl.peer.link.receiver import Receiver
 from quiverfl.peer.link.wire import (
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 TELL_SECONDS = 2.0
 """How long a greeting that only brings news may take."""
+NEWS_PATIENCE = 5.0
+"""How long the peer waits for what neighbours have announced."""
+WORK_PART, LEAST_PAUSE, LONGEST_PAUSE = 0.05, 0.2, 30.0
+"""A member's news may take this part of a processor's time; the pauses between two fetches follow
+from that, within these bounds."""
 
 
 class Neighbours:
@@ -44,11 +50,15 @@ class Neighbours:
         self.clogged: set[str] = set()  # have not acknowledged in time: not waited for either
         self.greeted: set[str] = set()  # since this process has started
         self.done: set[str] = set()  # have finished and delivered everything
+        self.ends: set[tuple[str, int]] = set()  # who has ever said so, of how many rounds
         agreed, store = ctx.agreement.hash, ctx.store
         self.evictions = open_eviction_log(agreed, store.statements(EvictionNotice.table))
         self.amendments = open_amendment_log(agreed, store.statements(Amendment.table))
         self._informed: dict[str, tuple[bool, bool]] = {}  # callers: our (leaving, finished) then
         self._tasks: set[asyncio.Task[None]] = set()
+        self._fetches: dict[tuple[str, str], bool] = {}  # under way; whether to fetch once more
+        self._fetch_at: dict[tuple[str, str], float] = {}  # not before
+        self._work_seconds = 0.0  # spent on what was fetched
         self._announced: dict[str, int] = {}  # seq of the last share that each says it has for us
         self.senders = {
             peer: Sender(ctx, Link(ctx, peer, self))
@@ -92,11 +102,47 @@ class Neighbours:
     def _is_genuine(self, clock: Clock) -> bool:
         return check_clock(self._ctx.roster.refresh(), self._ctx.agreement.hash, clock)
 
-    def _own_pushes(self, hello: Hello) -> int:
-        """How often this store has pushed by its own signature, which the neighbour shows."""
-        own = (self._ctx.name, self._ctx.incarnation)
-        clocks = [c for c in hello.clocks if (c.peer, c.store) == own and self._is_genuine(c)]
-        return max((clock.pushes for clock in clocks), default=0)
+    def _proves_rollback(self, hello: Hello) -> bool:
+        """Whether a neighbour shows that this store has pushed more often than it knows.
+
+        The proof is this store's own signature. The neighbour's past is compared with this peer's
+        present, so messages under way do no harm.
+        """
+        own, pushes = (
+            (self._ctx.name, self._ctx.incarnation),
+            self._ctx.transactions.accounts.pushes,
+        )
+        clocks = [c for c in hello.clocks if (c.peer, c.store) == own and c.pushes > pushes]
+        newest = max(clocks, key=lambda clock: clock.pushes, default=None)
+        return newest is not None and self._is_genuine(newest)
+
+    def _check_claims(self, hello: Hello) -> None:
+        """Follow up what a neighbour says of a newer store; what is not proven changes nothing.
+
+        A share that this store has sent, and does not know, shows in its clock. So only a receipt
+        that it has signed is asked for.
+        """
+        link = self._ctx.transactions.accounts.link(hello.sender)
+        if hello.received <= link.sent and hello.acknowledged <= link.received:
+            return
+        self._ctx.log.alarm(
+            "claim without proof",
+            sender=hello.sender,
+            received=hello.received,
+            acknowledged=hello.acknowledged,
+        )
+        if hello.acknowledged > link.received:
+            self._fetch("receipt", hello.sender, lambda: self._check_receipt(hello.sender))
+
+    async def _check_receipt(self, peer: str) -> None:
+        receipt = await self.senders[peer].link.fetch_receipt()
+        ctx, link = self._ctx, self._ctx.transactions.accounts.link(peer)
+        if receipt is None or receipt.seq <= link.received or self._node.settings.trust_store:
+            return
+        transfer, roster = receipt.transfer(peer, ctx.name), ctx.roster.refresh()
+        stores = (link.incarnation, ctx.incarnation)
+        if check_signature(roster, receipt.word, transfer, ctx.agreement.hash, *stores):
+            self._node.fail(RestoredBackup(describe_rollback(ctx.name, peer)))
 
     def count_missing_quorum(self) -> int:
         """How many more to ask before this peer may spend from a store that has spent before.
@@ -119,19 +165,21 @@ class Neighbours:
                 "heard yet that that one was evicted."
             )
         await ctx.transactions.register_store(hello.sender, hello.incarnation)
-        accounts = ctx.transactions.accounts
-        rollback = find_rollback(ctx.name, self._own_pushes(hello), accounts, hello)
-        if rollback and not self._node.settings.trust_store:
-            raise RestoredBackup(rollback)
+        if not self._node.settings.trust_store and self._proves_rollback(hello):
+            raise RestoredBackup(describe_rollback(ctx.name, hello.sender))
+        self._check_claims(hello)
         ctx.transactions.record_clocks(hello.clocks, self._is_genuine)
         if hello.notices and hello.notices != self.evictions.hash:
             self.learn_evictions(hello.sender)
         if hello.amendments and hello.amendments != self.amendments.hash:
-            self._start(self._learn(self.amendments, hello.sender))
+            peer = hello.sender
+            self._fetch("amendments", peer, lambda: self._learn(self.amendments, peer))
         self.greeted.add(hello.sender)
         if hello.leaving:
             await ctx.transactions.close_link(hello.sender)
         (self.done.add if hello.finished else self.done.discard)(hello.sender)
+        if hello.finished:
+            self.ends.add((hello.sender, self._node.settings.rounds))
         self.senders[hello.sender].wake()
         self._announced[hello.sender] = hello.sent
         self._node.receiver.note_round(hello.sender, hello.round)
@@ -164,10 +212,44 @@ class Neighbours:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _fetch(self, what: str, peer: str, work: Callable[[], Awaitable[object]]) -> None:
+        """Fetch something that a member has announced: in the background, one at a time."""
+        key = (peer, what)
+        if key in self._fetches:
+            self._fetches[key] = True
+            return
+        self._fetches[key] = False
+        self._start(self._run_fetches(key, work))
+
+    async def _run_fetches(
+        self, key: tuple[str, str], work: Callable[[], Awaitable[object]]
+    ) -> None:
+        try:
+            while True:
+                await asyncio.sleep(max(0.0, self._fetch_at.get(key, 0.0) - time.monotonic()))
+                self._fetches[key] = False
+                used = self._work_seconds
+                await work()
+                pause = (self._work_seconds - used) / WORK_PART
+                pause = min(max(pause, LEAST_PAUSE), LONGEST_PAUSE)
+                self._fetch_at[key] = time.monotonic() + pause
+                if not self._fetches[key]:
+                    return
+        finally:
+            del self._fetches[key]
+
     async def wait_for_news(self) -> None:
-        """Wait until all statements that greetings have announced were fetched."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks)
+        """Wait until all that greetings have announced was fetched, but not for long."""
+        end = time.monotonic() + NEWS_PATIENCE
+        while self._tasks and (seconds := end - time.monotonic()) > 0:
+            await asyncio.wait(self._tasks, timeout=seconds)
+
+    async def close(self) -> None:
+        """End what runs in the background; nobody is waited for."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(sender.close() for sender in self.senders.values()))
 
     async def _record(self, log: SignedLog[Statement], statement: Statement) -> bool:
         """Add a statement to its log and to the store. Returns whether it is news."""
@@ -189,12 +271,15 @@ class Neighbours:
         await self.tell(self.staying())
 
     async def _learn(self, log: SignedLog[Statement], peer: str) -> None:
-        for statement in await self.senders[peer].link.fetch_statements(log.kind):
+        fetched = await self.senders[peer].link.fetch_statements(log.kind)
+        began, roster = time.monotonic(), self._ctx.roster.refresh()
+        for statement in await asyncio.to_thread(log.pick_news, fetched, roster):
             await self._record(log, statement)
+        self._work_seconds += time.monotonic() - began
 
     def learn_evictions(self, peer: str) -> None:
         """Fetch in the background the evictions that a neighbour knows of, and follow them."""
-        self._start(self._learn_evictions(peer))
+        self._fetch("evictions", peer, lambda: self._learn_evictions(peer))
 
     async def _learn_evictions(self, peer: str) -> None:
         await self._learn(self.evictions, peer)

@@ -11,15 +11,14 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts import ledger, signing
 from quiverfl.peer.accounts.ledger import UNIT, Transfer, Verdict
 from quiverfl.peer.accounts.signing import MassProofs
-from quiverfl.peer.context import Limits, PeerContext
+from quiverfl.peer.context import PeerContext
+from quiverfl.peer.link.limits import AdmissionQueue, StreamLimit
 from quiverfl.peer.link.messages import Leaves, l2_norm, max_magnitude, sum_message
 from quiverfl.peer.link.wire import (
     Announcement,
@@ -38,6 +37,11 @@ from quiverfl.types import AnyArray
 Answer = Callable[[Reply], Awaitable[None]]
 LARGEST = 1e18
 """A larger number is no parameter: its square, and sums of it, would soon overflow."""
+WORTHLESS = 8
+"""Messages of evidence in a row that prove nothing before a sender is believed no more. An honest
+one has such messages only where a key was dropped."""
+SMALL_CHUNKS, LEAST_CHUNK = 64, 1 << 14
+"""A body may come in so many chunks, and in one more for each so many bytes."""
 REFUSED_OFTEN, REFUSED_SECONDS = 16, 60.0
 """After so many refused shares in a row, a sender gets one attempt in so many seconds."""
 
@@ -50,73 +54,20 @@ class Staged:
     """The sender's report for an adaptive topology; empty otherwise."""
 
 
-class StreamLimit:
-    """Limits the open streams of each member; one more ends that member's oldest."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: dict[str, list[asyncio.Task[Any]]] = {}
-        self._replaced: set[asyncio.Task[Any]] = set()
-
-    @asynccontextmanager
-    async def hold(self, member: str) -> AsyncIterator[None]:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks = self._open.setdefault(member, [])
-        if len(tasks) >= self._most:
-            oldest = tasks.pop(0)
-            self._replaced.add(oldest)
-            oldest.cancel()
-        tasks.append(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if task not in self._replaced:
-                raise
-            task.uncancel()
-            raise WireError("replaced", "a newer stream of the same sender took over.") from None
-        finally:
-            self._replaced.discard(task)
-            if task in tasks:
-                tasks.remove(task)
-
-
-class AdmissionQueue:
-    """Admits bodies on their way: a few at once, one of each member, first come, first served."""
-
-    def __init__(self, places: int, limits: Limits) -> None:
-        self._limits = limits
-        self._turns = StreamLimit(1)
-        self._places = asyncio.Semaphore(places)
-        self.waiting = 0
-
-    @asynccontextmanager
-    async def place(self, sender: str) -> AsyncIterator[Callable[[int], float]]:
-        """Wait for room for a body. Gives a function from bytes received to the seconds left."""
-        async with self._turns.hold(sender):
-            self.waiting += 1
-            try:
-                await self._places.acquire()
-            finally:
-                self.waiting -= 1
-            began = time.monotonic()
-            try:
-                yield lambda received: self._seconds_left(began, received)
-            finally:
-                self._places.release()
-
-    def _seconds_left(self, began: float, received: int) -> float:
-        """A body may take its time unless others wait, but it must keep a lowest rate."""
-        patience = self._limits.patience if self.waiting else self._limits.idle_seconds
-        return began + patience + received / self._limits.slowest - time.monotonic()
-
-
 class Receiver:
     """The receiving half of all links."""
 
-    def __init__(self, ctx: PeerContext, copies: bool = False) -> None:
-        """With `copies` neighbours send whole messages without mass, in place of shares."""
-        self._ctx, self._copies = ctx, copies
+    def __init__(
+        self,
+        ctx: PeerContext,
+        copies: bool = False,
+        heard: Callable[[str], None] = lambda sender: None,
+    ) -> None:
+        """With `copies` neighbours send whole messages without mass, in place of shares.
+
+        `heard` is called with every neighbour whose announcement is genuine.
+        """
+        self._ctx, self._copies, self._heard = ctx, copies, heard
         limits = ctx.limits
         self._proofs = MassProofs(ctx.agreement.hash, ctx.name, ctx.store.proofs())
         self._admission = AdmissionQueue(limits.bodies, limits)
@@ -165,6 +116,7 @@ class Receiver:
         self._ctx.transactions.record_clocks(
             a.clocks, lambda clock: signing.check_clock(roster, agreed, clock)
         )
+        self._heard(sender)
         transfer = _to_transfer(a)
         verdict = self._judge(transfer)
         if verdict in (Verdict.APPLIED, Verdict.REFUSED, Verdict.STAGED):
@@ -288,17 +240,21 @@ class Receiver:
         sender = transfer.sender
         if transfer.units > self._ctx.limits.mass_cap:
             return True  # refused for that
-        while not self._proofs.is_covered(self._ctx.transactions.accounts, transfer):
-            await answer(Reply(word="show", rows=self._proofs.proven_by(sender).rows))
-            vouchers = decode(Evidence, await self._read_frame(frames)).vouchers
-            if not vouchers:
-                return False
-            store = self._ctx.transactions.accounts.link(sender).incarnation
-            roster = self._ctx.roster.refresh()
-            self._proofs.add_vouchers(sender, store, self._ctx.incarnation, vouchers, roster)
-            await self._ctx.transactions.save_proofs(
-                sender, self._proofs.proven_by(sender).to_json()
-            )
+        worthless, before = 0, self._proofs.proven_by(sender).rows
+        try:
+            while not self._proofs.is_covered(self._ctx.transactions.accounts, transfer):
+                await answer(Reply(word="show", rows=self._proofs.proven_by(sender).rows))
+                vouchers = decode(Evidence, await self._read_frame(frames)).vouchers
+                if not vouchers or worthless == WORTHLESS:
+                    return False
+                store = self._ctx.transactions.accounts.link(sender).incarnation
+                roster, own = self._ctx.roster.refresh(), self._ctx.incarnation
+                good = self._proofs.add_vouchers(sender, store, own, vouchers, roster)
+                worthless = 0 if good else worthless + 1
+        finally:
+            proven = self._proofs.proven_by(sender)
+            if proven.rows != before:
+                await self._ctx.transactions.save_proofs(sender, proven.to_json())
         return True
 
     def note_round(self, peer: str, round: int) -> None:
@@ -317,12 +273,14 @@ class Receiver:
 
         Checks run in a thread: checksums of a large share would block the event loop.
         """
-        received = 0
+        received, chunks = 0, SMALL_CHUNKS + nbytes // LEAST_CHUNK
         reading = asyncio.ensure_future(self._read_frame(frames))
         try:
             while not assembly.complete:
                 frame = await _read_in_time(reading, seconds_left, received)
-                received += count_data_bytes(frame)
+                received, chunks = received + count_data_bytes(frame), chunks - 1
+                if chunks < 0:
+                    raise WireError("malformed", "the body comes in too many small chunks.")
                 if received < nbytes:
                     reading = asyncio.ensure_future(self._read_frame(frames))
                 await asyncio.to_thread(assembly.add, frame)

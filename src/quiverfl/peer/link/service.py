@@ -1,4 +1,4 @@
-"""The gRPC side of a peer: what it answers when it is called, and how its owner calls it.
+"""The gRPC side of a peer: what it answers when it is called.
 
 Every caller is identified by its certificate before anything it says is read.
 """
@@ -6,12 +6,9 @@ Every caller is identified by its certificate before anything it says is read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import json
-import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -21,22 +18,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.accounts.ledger import UNIT, check_join
+from quiverfl.peer.accounts.ledger import check_join
 from quiverfl.peer.changes import SignedLog
 from quiverfl.peer.context import PeerContext
 from quiverfl.peer.link.identity import LiveIdentity
+from quiverfl.peer.link.limits import (
+    AdmissionQueue,
+    ConnectionGuard,
+    RequestBudget,
+    StreamLimit,
+    acceptable_connections,
+)
 from quiverfl.peer.link.link import (
     LARGEST_FRAME,
     RestoredBackup,
     ReverseStream,
     greeting_text,
-    open_channel,
 )
 from quiverfl.peer.link.messages import Leaf
-from quiverfl.peer.link.receiver import AdmissionQueue
 from quiverfl.peer.link.wire import (
     CHUNK,
     SERVICE,
@@ -44,7 +46,6 @@ from quiverfl.peer.link.wire import (
     Hello,
     Join,
     Model,
-    Order,
     Reply,
     Vitals,
     WireError,
@@ -58,7 +59,6 @@ from quiverfl.peer.link.wire import (
 from quiverfl.types import AnyArray
 
 if TYPE_CHECKING:
-    from quiverfl.peer.folder import PeerFolder
     from quiverfl.peer.node import Node
 
 CallContext: TypeAlias = Any
@@ -67,6 +67,8 @@ CallContext: TypeAlias = Any
 ANSWER_SECONDS = 60.0
 """How long a caller may take to read the few bytes of an answer."""
 HANDSHAKE_SECONDS = 10
+WATCHERS, WATCH_TICK = 2, 0.5
+"""How many streams of the health service one member may hold, and how often each looks."""
 
 
 class Service:
@@ -75,6 +77,11 @@ class Service:
     def __init__(self, ctx: PeerContext, node: Node) -> None:
         self._ctx, self._node = ctx, node
         self._models = ModelServer(ctx)
+        self._budget = RequestBudget()
+        self._watchers = StreamLimit(WATCHERS)
+        self._written: dict[str, tuple[str, bytes]] = {}  # lists of statements, by table
+        self.guard: ConnectionGuard | None = None
+        self.healthy = True
 
     @property
     def methods(self) -> Any:
@@ -89,9 +96,30 @@ class Service:
             neighbours.evictions.kind.method: grpc.unary_unary_rpc_method_handler(evictions),
             neighbours.amendments.kind.method: grpc.unary_unary_rpc_method_handler(amendments),
             "Probe": grpc.unary_unary_rpc_method_handler(self._probe),
-            "Order": grpc.unary_unary_rpc_method_handler(self._order),
+            "LastReceipt": grpc.unary_unary_rpc_method_handler(self._last_receipt),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    @property
+    def health_methods(self) -> Any:
+        """The standard health service, which asks the roster as every other method does."""
+        methods: dict[str, Any] = {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check_health),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch_health),
+        }
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
+
+    async def _admit(self, context: CallContext, kind: str) -> str:
+        """Name the caller, and let it wait if it asks too often."""
+        member = await self._identify(context)
+        if self.guard is not None:
+            self.guard.identify(context.peer(), member)
+        try:
+            await self._budget.wait_for_turn(member, kind)
+        except WireError as problem:
+            self._ctx.metrics.count_refusal(problem.kind)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
+        return member
 
     async def _identify(self, context: CallContext) -> str:
         """Name the caller. No certificate, an unknown name or another key means no answer."""
@@ -107,7 +135,7 @@ class Service:
             raise
 
     async def _hello(self, frame: bytes, context: CallContext) -> bytes:
-        caller = await self._identify(context)
+        caller = await self._admit(context, "Hello")
         try:
             greeting = await self._greet(caller, decode_hello(frame))
         except WireError as problem:
@@ -147,7 +175,7 @@ class Service:
         return ""
 
     async def _push(self, frames: AsyncIterator[bytes], context: CallContext) -> None:
-        caller = await self._identify(context)
+        caller = await self._admit(context, "Push")
 
         async def answer(reply: Reply) -> None:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -156,7 +184,7 @@ class Service:
         await self._node.receiver.push(caller, frames, answer)
 
     async def _pull(self, frame: bytes, context: CallContext) -> None:
-        caller = await self._identify(context)
+        caller = await self._admit(context, "Pull")
 
         async def send(frame: bytes) -> None:
             await context.write(self._ctx.metrics.count_sent(frame))
@@ -176,7 +204,7 @@ class Service:
 
     async def _collect(self, _frames: AsyncIterator[bytes], context: CallContext) -> None:
         """Serve a neighbour that cannot be called and has opened a stream to fetch its shares."""
-        caller = await self._identify(context)
+        caller = await self._admit(context, "Collect")
         sender = self._node.neighbours.senders.get(caller)
         if sender is None:
             problem = f"{caller!r} was not in the roster when this peer started."
@@ -187,45 +215,45 @@ class Service:
     async def _list_statements(
         self, log: SignedLog[Any], _frame: bytes, context: CallContext
     ) -> bytes:
-        await self._identify(context)
-        return self._ctx.metrics.count_sent(encode_statements(log.kind, log.statements()))
+        await self._admit(context, log.kind.method)
+        table, here = log.kind.table, log.hash
+        if self._written.get(table, ("", b""))[0] != here:
+            body = await asyncio.to_thread(encode_statements, log.kind, log.statements())
+            self._written[table] = (here, body)
+        return self._ctx.metrics.count_sent(self._written.get(table, ("", b""))[1])
+
+    async def _last_receipt(self, _frame: bytes, context: CallContext) -> bytes:
+        """Show a member the last receipt that it has signed, should its store not know it."""
+        caller = await self._admit(context, "LastReceipt")
+        receipt = await asyncio.to_thread(self._ctx.store.last_receipt, caller)
+        return self._ctx.metrics.count_sent(encode(receipt))
 
     async def _probe(self, _frame: bytes, context: CallContext) -> bytes:
         """Tell `quiver peer doctor` of another member the time and the version here."""
-        await self._identify(context)
+        await self._admit(context, "Probe")
         vitals = Vitals(time=time.time(), version=installed_version())
         return self._ctx.metrics.count_sent(encode(vitals))
 
-    async def _order(self, frame: bytes, context: CallContext) -> bytes:
-        caller = await self._identify(context)
-        if caller != self._ctx.name:
-            self._ctx.metrics.count_refusal("order")
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "only its owner orders a peer")
-        try:
-            result = await self.handle_order(decode(Order, frame))
-        except QuiverError as problem:
-            result = {"error": str(problem)}
-        return json.dumps(result).encode()
+    def _write_health(self) -> bytes:
+        states = health_pb2.HealthCheckResponse.ServingStatus
+        state = states.Value("SERVING" if self.healthy else "NOT_SERVING")
+        return bytes(health_pb2.HealthCheckResponse(status=state).SerializeToString())
 
-    async def handle_order(self, order: Order) -> dict[str, Any]:
-        """Do what the owner asks. Returns the status, or what was evicted."""
-        node = self._node
-        if order.action != "status":
-            self._ctx.log("order", action=order.action, about=order.peer)
-        if order.action == "stop":
-            node.stop()
-        elif order.action == "leave":
-            node.leave()
-        elif order.action == "evict":
-            if order.peer is None or order.peer not in node.neighbours.senders:
-                raise QuiverError(f"evict {order.peer!r}: name another member of the roster.")
-            lost = await node.neighbours.evict(order.peer, order.ban)
-            return {"evicted": order.peer, "written_off": lost / UNIT}
-        elif order.action == "amend":
-            if order.terms is None:
-                raise QuiverError("amend: say what is to change, and from which round on.")
-            await node.propose(order.terms)
-        return node.status()
+    async def _check_health(self, _frame: bytes, context: CallContext) -> bytes:
+        await self._admit(context, "Health")
+        return self._write_health()
+
+    async def _watch_health(self, _frame: bytes, context: CallContext) -> None:
+        """Say that the peer serves, and later that it stops."""
+        caller = await self._admit(context, "Health")
+        try:
+            async with self._watchers.hold(caller):
+                await context.write(self._write_health())
+                while self.healthy:
+                    await asyncio.sleep(WATCH_TICK)
+                await context.write(self._write_health())
+        except WireError as problem:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
 
 
 # The model for newcomers
@@ -337,45 +365,13 @@ def _divide(leaf: Leaf, values: AnyArray, mass: float) -> Iterator[bytes]:
 # The server
 
 
-RESERVED_FILES = 96
-"""What the process has open anyway: libraries, the store, a commit, logs."""
-FILES_PER_MEMBER = 3
-"""For each member: the connection to it, and one that replaces another."""
-
-
-def acceptable_connections(members: int) -> int:
-    """How many connections a peer accepts, so that it can always open its own files.
-
-    Each member connects once, twice while it reconnects. Callers without a certificate get the
-    rest, but never what this process needs itself.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < hard:
-        soft = _raise_file_limit(hard)
-    room = soft - RESERVED_FILES - FILES_PER_MEMBER * members
-    wanted = 64 + 4 * members
-    if room < 2 * members + 8:
-        needed = RESERVED_FILES + FILES_PER_MEMBER * members + wanted
-        raise QuiverError(
-            f"this process may open {soft} files, which is too few for a run of {members} peers: "
-            f"allow {needed} (ulimit -n, or LimitNOFILE= of its unit)."
-        )
-    return min(room, wanted)
-
-
-def _raise_file_limit(hard: int) -> int:
-    wanted = 65536 if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 class Server:
     """Listens for a peer: its service and the standard health service, over mutual TLS."""
 
     def __init__(self, bind: str, ctx: PeerContext, service: Service) -> None:
         milliseconds = int(ctx.limits.keepalive_seconds * 1000)
-        connections = acceptable_connections(len(ctx.roster.current.names))
+        members = len(ctx.roster.current.names)
+        connections = acceptable_connections(members)
         options = [
             ("grpc.max_receive_message_length", LARGEST_FRAME),
             ("grpc.max_send_message_length", LARGEST_FRAME),
@@ -386,35 +382,34 @@ class Server:
             # A bad link delivers many pings at once; a member's connection is not closed for that.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_concurrent_streams", 512),
-            # A caller without a certificate holds a place for seconds, never the last descriptor.
+            # The guard makes room; this keeps the last descriptors.
             ("grpc.max_allowed_incoming_connections", connections),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
         ]
         self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers((service.methods,))
-        self._health = _make_health_service()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((service.methods, service.health_methods))
+        self._service, self._guard = service, None
         try:
-            self.port = self._server.add_secure_port(
-                bind, _load_server_credentials(ctx.identity.folder)
-            )
+            credentials = _load_server_credentials(ctx.identity.folder, self._notice_connection)
+            self.port = self._server.add_secure_port(bind, credentials)
         except RuntimeError as problem:
             raise QuiverError(
                 f"cannot listen on {bind}: the address is in use or not this machine's."
             ) from problem
 
+        self._guard = service.guard = ConnectionGuard(self.port, connections, members)
+
+    def _notice_connection(self) -> None:
+        if self._guard is not None:
+            self._guard.notice()
+
     async def start(self) -> None:
         await self._server.start()
-        await self._set_health(True)
-
-    async def _set_health(self, healthy: bool) -> None:
-        states = health_pb2.HealthCheckResponse.ServingStatus
-        state = states.Value("SERVING" if healthy else "NOT_SERVING")
-        for name in ("", SERVICE):
-            await self._health.set(name, state)
 
     async def stop(self, grace: float) -> None:
-        await self._set_health(False)
+        self._service.healthy = False
+        if self._guard is not None:
+            self._guard.stop()
         await self._server.stop(grace)
 
 
@@ -426,12 +421,11 @@ def installed_version() -> str:
         return "unknown"
 
 
-def _make_health_service() -> Any:
-    return getattr(health, "aio").HealthServicer()  # noqa: B009 - not in the published types
+def _load_server_credentials(folder: Path, notice: Callable[[], None]) -> grpc.ServerCredentials:
+    """Load credentials that are read again for every new connection, so keys can be rotated.
 
-
-def _load_server_credentials(folder: Path) -> grpc.ServerCredentials:
-    """Load credentials that are read again for every new connection, so keys can be rotated."""
+    `notice` is called with each, from a thread of gRPC's.
+    """
     live = LiveIdentity(folder)
     identity = live.refresh()
 
@@ -442,43 +436,10 @@ def _load_server_credentials(folder: Path) -> grpc.ServerCredentials:
 
     def fetch() -> Any:
         nonlocal identity
+        notice()
         before, identity = identity, live.refresh()
         return None if identity is before else configuration()
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(), fetch, require_client_authentication=True
     )
-
-
-# Orders of the owner, over the peer's own port and with its own certificate
-
-
-class NotRunning(QuiverError):
-    """The peer does not answer."""
-
-
-async def make_order(folder: PeerFolder, order: Order, timeout: float = 5.0) -> dict[str, Any]:
-    """Ask a running peer for something. Returns its answer."""
-    host, _, port = folder.own.bind.rpartition(":")
-    local = "127.0.0.1" if host in ("0.0.0.0", "[::]", "") else host
-    channel = open_channel(f"{local}:{port}", folder.own.name, folder.identity())
-    try:
-        answer = await channel.unary_unary(f"/{SERVICE}/Order")(encode(order), timeout=timeout)
-    except grpc.aio.AioRpcError as problem:
-        if problem.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise QuiverError(f"{folder.own.name!r} refused: {problem.details()}") from None
-        raise NotRunning(
-            f"{folder.own.name!r} does not answer on {folder.own.bind}: it is not running, or "
-            f"still starting. quiver peer run {folder.path} continues from its store."
-        ) from None
-    finally:
-        await channel.close()
-    result: dict[str, Any] = json.loads(answer)
-    if "error" in result:
-        raise QuiverError(str(result["error"]))
-    return result
-
-
-def send_order(folder: PeerFolder, order: Order, timeout: float = 5.0) -> dict[str, Any]:
-    """Make an order from code that is not asynchronous."""
-    return asyncio.run(make_order(folder, order, timeout))

@@ -167,6 +167,21 @@ class Reply(_Control):
     rows: Count = 0  # of show: how much was shown before
 
 
+class Receipt(_Control):
+    """Shows a member the last receipt that it has signed: proof that its store has known more."""
+
+    word: Literal["applied", "refused", "none"] = "none"
+    seq: Count = 0
+    round: Count = 0
+    units: Count = 0
+    digest: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")] = ""
+    proof: Proof = ""
+
+    def transfer(self, sender: str, receiver: str) -> Transfer:
+        values = (self.seq, self.round, self.units, self.digest, 0.0, self.proof)
+        return Transfer(sender, receiver, *values)
+
+
 class Join(_Control):
     """Asks for the model, and says which store the newcomer will have."""
 
