@@ -1,4 +1,4 @@
-"""One member with a good key tries to stop, starve or hold up another: a real server on loopback."""
+"""One member with a good key tries to stop, starve or hold up another: real servers on loopback."""
 
 from __future__ import annotations
 

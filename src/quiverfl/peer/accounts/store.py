@@ -38,7 +38,8 @@ from quiverfl.support.durable import remove_partial
 from quiverfl.support.locks import AlreadyLocked, Lock
 
 VERIFIED = 5000
-"""How many of the newest shares, sent and taken, are verified at every start; an audit verifies all."""
+"""The newest shares, sent and taken, whose signatures are verified at every start; an audit takes
+all."""
 Trace = Callable[[str], None]
 """A test hook, called at named points so that a test can crash there."""
 
