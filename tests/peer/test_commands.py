@@ -339,3 +339,43 @@ def test_the_run_can_be_simulated_first(tmp_path: Path) -> None:
     """One file for the run: `quiver run` reads it too, and leaves [peers] to the peers."""
     (tmp_path / "run.toml").write_text(RUN.format(rounds=1))
     assert load_config(tmp_path / "run.toml").data.clients == 2
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_read_only_at_the_start_is_code_4(tmp_path: Path) -> None:
+    """A file system of its own, mounted read-only, where this machine allows that."""
+    folders, place = prepare(tmp_path), tmp_path / "disk"
+    place.mkdir()
+    script = (
+        "mount -t tmpfs none {place} && cp -a {folder} {place}/ && mount -o remount,ro {place} && "
+        "exec {python} -m quiverfl peer run {place}/ward-0"
+    ).format(place=place, folder=folders[0], python=sys.executable)
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(place)]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert "Read-only file system" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('partition = "iid"', 'partition = "shards"'), "partition"),
+        (("samples_per_client = 60", "samples_per_client = 100000"), "samples"),
+        (('name = "digits"', 'name = "nothing"'), "nothing"),
+    ],
+)
+def test_init_refuses_what_run_would_refuse(
+    change: tuple[str, str], words: str, tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN.format(rounds=3).replace(*change))
+    keys, roster = tmp_path / "ca" / "ward-0", tmp_path / "ca" / "roster.toml"
+    common = ("--config", tmp_path / "run.toml", "--keys", keys, "--roster", roster)
+    with pytest.raises(QuiverError, match=words):
+        quiver("init", tmp_path / "again", *common)
+    assert not (tmp_path / "again" / "peer.toml").exists()
+    with pytest.raises(QuiverError, match="served on loopback only"):
+        quiver("init", tmp_path / "again", *common, "--metrics", "0.0.0.0:9464")

@@ -477,3 +477,20 @@ def test_health_asks_the_roster_and_holds_two_streams(tmp_path: Path, folders: l
             await caller.channel.close()
 
     asyncio.run(scenario())
+
+
+def test_a_stop_leaves_no_traceback(tmp_path: Path) -> None:
+    """Processes, stopped while shares, greetings and streams are under way."""
+    swarm = Swarm(tmp_path, 3, Options(size=500, seconds=0.0))
+    try:
+        swarm.start_all()
+        swarm.wait_for_round(5)
+        for name in list(swarm.folders)[:2]:
+            swarm.processes[name].terminate()
+            swarm.processes[name].join(20)
+            swarm.start(name)
+        swarm.wait_for_round(15)
+        swarm.stop_all()
+    finally:
+        swarm.close()
+    assert not [name for name in swarm.folders if "Traceback" in swarm.log(name)]

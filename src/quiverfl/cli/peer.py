@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import signal
 from collections.abc import Iterator
@@ -61,10 +62,12 @@ def init(
     ] = None,
 ) -> None:
     """Make a peer's folder from configuration, roster, keys and its own settings."""
-    from quiverfl.peer.folder import OwnData, OwnSettings, PeerFolder, make_folder
+    from quiverfl.peer.folder import PEER, OwnData, OwnSettings, PeerFolder, make_folder
     from quiverfl.peer.link.identity import Roster, check_address
-    from quiverfl.peer.setup import check_run_file
+    from quiverfl.peer.metrics import check_metrics_address
+    from quiverfl.peer.setup import build_learner, check_run_file
 
+    check_metrics_address(metrics)
     if bind is not None:
         check_address(f"0.0.0.0{bind}" if bind.startswith(":") else bind, "--bind ")
     if data_path is not None and not data_path.expanduser().exists():
@@ -81,7 +84,13 @@ def init(
         data=None if data is None else OwnData(name=data, path=path, options=options),
     )
     check_run_file(PeerFolder.combine(folder, own, config, roster))
-    make_folder(folder, config, roster, keys, own).identity()
+    made = make_folder(folder, config, roster, keys, own)
+    try:
+        made.identity()
+        build_learner(made)
+    except QuiverError:
+        (folder / PEER).unlink()  # so that init can be repeated
+        raise
     print(f"{folder} is ready: quiver peer run {folder}")
 
 
@@ -109,6 +118,10 @@ def run(
         _exit(EXIT_STORE, str(problem))
     except RestoredBackup as problem:
         _exit(EXIT_RESTORED, str(problem))
+    except (QuiverError, OSError) as problem:
+        if not _is_about_disk(problem):
+            raise
+        _exit(EXIT_STORE, f"{problem} Make room or make it writable, then start again.")
     print(json.dumps(vars(outcome)))
     if outcome.undelivered and not outcome.stopped:
         reasons = "; ".join(f"{peer}: {reason}" for peer, reason in outcome.problems.items())
@@ -316,6 +329,18 @@ def _parse_option(text: str) -> tuple[str, Any]:
     if not text.partition("=")[2].strip():
         raise QuiverError(f"--data-option {text!r}: write KEY=VALUE.")
     return parse_setting(text)
+
+
+DISK_ERRORS = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+
+
+def _is_about_disk(problem: BaseException | None) -> bool:
+    """Whether a disk that is full, read-only or broken is what a problem comes from."""
+    while problem is not None:
+        if isinstance(problem, OSError) and problem.errno in DISK_ERRORS:
+            return True
+        problem = problem.__cause__
+    return False
 
 
 def _exit(code: int, sentence: str) -> None:

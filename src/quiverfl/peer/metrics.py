@@ -90,6 +90,16 @@ class Sample:
     labels: tuple[str, ...] = ()
 
 
+def check_metrics_address(address: str) -> None:
+    """Refuse an address that others could reach; an empty one serves no metrics."""
+    host, _, port = address.rpartition(":")
+    if address and (host not in ("127.0.0.1", "localhost", "[::1]") or not port.isdecimal()):
+        raise QuiverError(
+            f"metrics = {address!r}: metrics have no authentication and are served on loopback "
+            "only; use 127.0.0.1:PORT and a proxy of your own."
+        )
+
+
 def serve_metrics(
     address: str, metrics: PeerMetrics, samples: Callable[[], Iterable[Sample]]
 ) -> Any:
@@ -97,12 +107,8 @@ def serve_metrics(
     from prometheus_client import CollectorRegistry, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+    check_metrics_address(address)
     host, _, port = address.rpartition(":")
-    if host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise QuiverError(
-            f"metrics = {address!r}: metrics have no authentication and are served on loopback "
-            "only; use 127.0.0.1:PORT and a proxy of your own."
-        )
 
     class Collector:
         def collect(self) -> Iterator[Any]:

@@ -67,7 +67,9 @@ CallContext: TypeAlias = Any
 ANSWER_SECONDS = 60.0
 """How long a caller may take to read the few bytes of an answer."""
 HANDSHAKE_SECONDS = 10
-WATCHERS, WATCH_TICK = 2, 0.5
+LAST_WORDS = 0.2
+"""How long calls may go on after a stop, such as with receipts of the last commit."""
+WATCHERS, WATCH_TICK = 2, 0.1
 """How many streams of the health service one member may hold, and how often each looks."""
 
 
@@ -80,6 +82,7 @@ class Service:
         self._budget = RequestBudget()
         self._watchers = StreamLimit(WATCHERS)
         self._written: dict[str, tuple[str, bytes]] = {}  # lists of statements, by table
+        self._calls: set[asyncio.Task[Any]] = set()
         self.guard: ConnectionGuard | None = None
         self.healthy = True
 
@@ -88,26 +91,56 @@ class Service:
         neighbours = self._node.neighbours
         evictions = functools.partial(self._list_statements, neighbours.evictions)
         amendments = functools.partial(self._list_statements, neighbours.amendments)
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         methods: dict[str, Any] = {
-            "Hello": grpc.unary_unary_rpc_method_handler(self._hello),
-            "Push": grpc.stream_stream_rpc_method_handler(self._push),
-            "Pull": grpc.unary_stream_rpc_method_handler(self._pull),
-            "Collect": grpc.stream_stream_rpc_method_handler(self._collect),
-            neighbours.evictions.kind.method: grpc.unary_unary_rpc_method_handler(evictions),
-            neighbours.amendments.kind.method: grpc.unary_unary_rpc_method_handler(amendments),
-            "Probe": grpc.unary_unary_rpc_method_handler(self._probe),
-            "LastReceipt": grpc.unary_unary_rpc_method_handler(self._last_receipt),
+            "Hello": unary(self._ended_by_stop(self._hello)),
+            "Push": stream(self._ended_by_stop(self._push)),
+            "Pull": grpc.unary_stream_rpc_method_handler(self._ended_by_stop(self._pull)),
+            "Collect": stream(self._ended_by_stop(self._collect)),
+            neighbours.evictions.kind.method: unary(self._ended_by_stop(evictions)),
+            neighbours.amendments.kind.method: unary(self._ended_by_stop(amendments)),
+            "Probe": unary(self._ended_by_stop(self._probe)),
+            "LastReceipt": unary(self._ended_by_stop(self._last_receipt)),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     @property
     def health_methods(self) -> Any:
         """The standard health service, which asks the roster as every other method does."""
+        check, watch = map(self._ended_by_stop, (self._check_health, self._watch_health))
         methods: dict[str, Any] = {
-            "Check": grpc.unary_unary_rpc_method_handler(self._check_health),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._watch_health),
+            "Check": grpc.unary_unary_rpc_method_handler(check),
+            "Watch": grpc.unary_stream_rpc_method_handler(watch),
         }
         return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
+
+    def _ended_by_stop(self, handler: Callable[..., Awaitable[Any]]) -> Any:
+        """A handler that ends by itself when the peer stops; gRPC would cut it off with an error."""
+
+        async def handle(request: Any, context: CallContext) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            self._calls.add(task)
+            try:
+                if self.healthy:
+                    return await handler(request, context)
+            except asyncio.CancelledError:
+                if self.healthy:
+                    raise
+                task.uncancel()
+            finally:
+                self._calls.discard(task)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the peer stops")
+
+        return handle
+
+    async def end_calls(self) -> None:
+        """Refuse new calls; those under way may say what they have to say, and are ended."""
+        self.healthy = False
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=LAST_WORDS)
+        for task in self._calls:
+            task.cancel()
 
     async def _admit(self, context: CallContext, kind: str) -> str:
         """Name the caller, and let it wait if it asks too often."""
@@ -407,7 +440,7 @@ class Server:
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
-        self._service.healthy = False
+        await self._service.end_calls()
         if self._guard is not None:
             self._guard.stop()
         await self._server.stop(grace)
