@@ -347,9 +347,9 @@ def test_a_disk_that_is_read_only_at_the_start_is_code_4(tmp_path: Path) -> None
     folders, place = prepare(tmp_path), tmp_path / "disk"
     place.mkdir()
     script = (
-        "mount -t tmpfs none {place} && cp -a {folder} {place}/ && mount -o remount,ro {place} && "
-        "exec {python} -m quiverfl peer run {place}/ward-0"
-    ).format(place=place, folder=folders[0], python=sys.executable)
+        f"mount -t tmpfs none {place} && cp -a {folders[0]} {place}/ && "
+        f"mount -o remount,ro {place} && {sys.executable} -m quiverfl peer run {place}/ward-0"
+    )
     probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(place)]
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("no file system may be mounted here")

@@ -115,7 +115,7 @@ class Service:
         return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
 
     def _ended_by_stop(self, handler: Callable[..., Awaitable[Any]]) -> Any:
-        """A handler that ends by itself when the peer stops; gRPC would cut it off with an error."""
+        """Let a handler end by itself when the peer stops; gRPC would cut it off with an error."""
 
         async def handle(request: Any, context: CallContext) -> Any:
             task = asyncio.current_task()
