@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,8 @@ import grpc.aio
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.ledger import UNIT
@@ -22,7 +26,7 @@ from quiverfl.peer.link.identity import ROSTER, Identity, Roster
 from quiverfl.peer.link.link import open_channel
 from quiverfl.peer.link.messages import Manifest
 from quiverfl.peer.link.wire import SERVICE, Join, Model, Order
-from quiverfl.peer.setup import join_store
+from quiverfl.peer.setup import Offer, choose_offer, join_store
 
 from .swarm import Options, Quadratic, Swarm, make_folders
 from .test_fairness import greeted
@@ -167,3 +171,78 @@ async def _served(call: Any) -> None:
         while not assembly.complete:
             assembly.add(await call.read())
         assembly.payload()
+
+
+# Whom a newcomer believes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    honest=st.lists(st.tuples(st.integers(50, 60), st.floats(-1, 1)), min_size=2, max_size=4),
+    lies=st.lists(st.tuples(st.integers(0, 2**61), st.floats(-1e18, 1e18)), max_size=1),
+    seed=st.integers(0, 100),
+)
+def test_a_minority_moves_neither_round_nor_model(
+    honest: list[tuple[int, float]], lies: list[tuple[int, float]], seed: int
+) -> None:
+    told = [*honest, *lies]
+    random.Random(seed).shuffle(told)
+    offers = [Offer(str(n), r, {"u": np.full(9, x, np.float32)}) for n, (r, x) in enumerate(told)]
+    round, message = choose_offer(offers)
+    assert min(r for r, _ in honest) <= round <= max(r for r, _ in honest)
+    # A lie may be chosen only where it is no farther from an honest model than they from another.
+    values = [float(np.float32(x)) for _, x in honest]
+    spread = max(values) - min(values)
+    assert min(abs(float(message["u"][0]) - value) for value in values) <= spread + 1e-6
+
+
+def lie(node: Any, kind: str) -> None:
+    models = node.service._models
+    honest = models._header
+    if kind == "round":
+        models._header = lambda snapshot, join: honest(replace(snapshot, round=2**61), join)
+    if kind == "numbers":
+        huge = {"u": np.full(SIZE, 3e38, dtype=np.float32)}
+        node.transactions.memory = replace(node.transactions.memory, message=huge)
+    if kind == "model":
+        other = {"u": np.full(SIZE, 1e6, dtype=np.float32)}
+        node.transactions.memory = replace(node.transactions.memory, message=other)
+
+
+@pytest.mark.parametrize("kind", ["round", "numbers", "model"])
+def test_one_member_decides_nothing_for_a_newcomer(tmp_path: Path, kind: str) -> None:
+    """The first of the roster lies; the newcomer has what the others have."""
+    folders = make_folders(tmp_path, 5)
+    newcomer = folders[-1]
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            nodes = [await stack.enter_async_context(running(folder)) for folder in folders[:4]]
+            lie(nodes[0], kind)
+            learner, roster = Quadratic(4, SIZE), Roster.read(newcomer / ROSTER)
+            agreement = replace(nodes[1].agreement, name="peer-4")
+            store = await join_store(newcomer / "store", learner, agreement, roster, newcomer)
+            assert store.accounts().round == 0
+            honest = nodes[1].transactions.memory.message["u"]
+            assert np.array_equal(store.memory().message["u"], honest)
+            store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_needs_three_where_there_are_so_many(tmp_path: Path) -> None:
+    folders = make_folders(tmp_path, 5)
+    newcomer = folders[-1]
+
+    async def scenario() -> None:
+        async with running(folders[0]) as node:
+            learner, roster = Quadratic(4, SIZE), Roster.read(newcomer / ROSTER)
+            agreement = replace(node.agreement, name="peer-4")
+            place = newcomer / "store"
+            with pytest.raises(QuiverError, match=r"1 of 4 members have offered .* 3 are needed"):
+                await join_store(place, learner, agreement, roster, newcomer)
+            assert not place.exists()
+            store = await join_store(place, learner, agreement, roster, newcomer, believe=True)
+            store.close()
+
+    asyncio.run(scenario())

@@ -22,7 +22,7 @@ from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.folder import Outcome
 from quiverfl.peer.link.identity import ROSTER, Roster
-from quiverfl.peer.link.messages import is_finite
+from quiverfl.peer.link.messages import check_numbers
 from quiverfl.peer.node import Node
 
 from .malice import TOLD_BY_THE_BOOKS, WAYS, Way
@@ -67,7 +67,7 @@ def check(name: str, folders: Sequence[Path], options: Options) -> None:
         assert node.transactions.accounts.round == options.rounds
         assert not outcome.stopped
         assert set(node.transactions.accounts.outbox) <= {culprit}
-        assert is_finite(node.transactions.memory.message)
+        assert not check_numbers(node.transactions.memory.message)
     alone = audited(folders[:-1])  # theirs alone: what came from it and went to it is signed
     assert alone.passed, alone.problems
     assert (alone.error, alone.culprits) == (0, [])

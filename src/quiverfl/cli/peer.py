@@ -101,7 +101,10 @@ def run(
         bool, typer.Option(help="Enter a run under way with a neighbour's model and a mass of 1.")
     ] = False,
     trust_store: Annotated[
-        bool, typer.Option(help="Continue although neighbours remember a newer store.")
+        bool,
+        typer.Option(
+            help="Continue although neighbours remember a newer store; join by one member's word."
+        ),
     ] = False,
 ) -> None:
     """Run this peer until the run is over. SIGTERM ends it cleanly; run it again to continue."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from quiverfl.peer.folder import OwnData, PeerFolder
 from quiverfl.peer.learner import Learner, ShardLearner
 from quiverfl.peer.link.identity import Identity, Roster, parse_certificate, verify_signature
 from quiverfl.peer.link.link import open_channel
-from quiverfl.peer.link.messages import Leaves, Manifest, is_finite
+from quiverfl.peer.link.messages import Leaves, Manifest, check_numbers, l2_norm
 from quiverfl.peer.link.wire import (
     SERVICE,
     Assembly,
@@ -67,6 +68,9 @@ from quiverfl.types import Integers
 CACHE = "cache"
 PULL_SECONDS = 600.0
 """How long a newcomer may take to pull a model from one member."""
+VOUCHING, MOST_OFFERS, SLOW_OFFER = 3, 5, 10.0
+"""How many members must offer a newcomer their model, where there are so many; how many are asked
+at a time and compared at most; how long it waits for another once it has enough."""
 Record = Callable[[dict[str, Any]], None]
 
 
@@ -257,7 +261,7 @@ async def assemble(
     folder.identity()
     parts = parts or build_learner(folder)
     agreement = folder.agreement(parts.learner.manifest)
-    store = await _open_store(folder, parts.learner, agreement, join)
+    store = await _open_store(folder, parts.learner, agreement, join, trust_store)
     _check_agreement(folder, store, agreement)
     if parts.config.transforms().privacy is not None and folder.peers.noise == "secret":
         parts.learner.draw_noise_from(_load_secret(store))
@@ -289,13 +293,15 @@ def _check_agreement(folder: PeerFolder, store: Store, agreement: Agreement) -> 
 
 
 async def _open_store(
-    folder: PeerFolder, learner: ShardLearner, agreement: Agreement, join: bool
+    folder: PeerFolder, learner: ShardLearner, agreement: Agreement, join: bool, believe: bool
 ) -> Store:
     try:
         store = Store.open(folder.store)
     except NoStore:
         if join:
-            return await join_store(folder.store, learner, agreement, folder.roster, folder.path)
+            return await join_store(
+                folder.store, learner, agreement, folder.roster, folder.path, believe
+            )
         return create_store(folder.store, learner, agreement)
     try:
         await asyncio.to_thread(store.verify, signature_check(folder.roster))
@@ -338,40 +344,113 @@ def create_store(
     return Store.create(folder, accounts, memory, entry, agreement.hash, trace)
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A member's round and model, offered to a newcomer."""
+
+    member: str
+    round: int
+    message: Leaves
+
+
 async def join_store(
-    folder: Path, learner: Learner, agreement: Agreement, roster: Roster, keys: Path
+    folder: Path,
+    learner: Learner,
+    agreement: Agreement,
+    roster: Roster,
+    keys: Path,
+    believe: bool = False,
 ) -> Store:
-    """Make a newcomer's store: a neighbour's z with a mass of its own, recorded as a join."""
-    identity, incarnation = Identity.read(keys), secrets.token_hex(8)
-    problems = []
-    for member in roster.members:
-        if member.name == agreement.name or member.dials_out:
-            continue
-        try:
-            async with asyncio.timeout(PULL_SECONDS):
-                join = Join(
-                    agreement=agreement.hash,
-                    sender=agreement.name,
-                    receiver=member.name,
-                    incarnation=incarnation,
-                    nonce=secrets.token_hex(32),
-                )
-                round, message = await _pull_model(join, roster, identity, agreement.manifest)
-        except (grpc.aio.AioRpcError, WireError, TimeoutError) as problem:
-            problems.append(f"{member.name}: {_describe(problem)}")
-            continue
-        memory = Memory(message, learner.rest())
-        accounts = Accounts(agreement.name, UNIT, round=round)
-        entry = make_first_entry("join", message, round)
-        return Store.create(
-            folder, accounts, memory, entry, agreement.hash, incarnation=incarnation
+    """Make a newcomer's store: a neighbour's z with a mass of its own, recorded as a join.
+
+    Several members are asked, so that none alone decides what the newcomer begins with. With
+    `believe` one answer is enough.
+    """
+    incarnation = secrets.token_hex(8)
+    others = [m.name for m in roster.members if m.name != agreement.name and not m.dials_out]
+    offers, problems = await _gather_offers(others, incarnation, agreement, roster, keys)
+    needed = 1 if believe else enough_offers(len(others))
+    if len(offers) < needed:
+        raise QuiverError(
+            f"no peer could be joined: {len(offers)} of {len(others)} members have offered a "
+            f"model, and {needed} are needed, so that none alone decides: "
+            f"{'; '.join(problems) or 'nobody can be called'}. Start them, or believe whoever "
+            "answers with --trust-store."
         )
-    raise QuiverError(f"no peer could be joined: {'; '.join(problems)}.")
+    round, message = choose_offer(offers)
+    memory = Memory(message, learner.rest())
+    accounts = Accounts(agreement.name, UNIT, round=round)
+    entry = make_first_entry("join", message, round)
+    return Store.create(folder, accounts, memory, entry, agreement.hash, incarnation=incarnation)
 
 
-async def _pull_model(
-    join: Join, roster: Roster, identity: Identity, manifest: Manifest
-) -> tuple[int, Leaves]:
+def enough_offers(others: int) -> int:
+    """How many members must offer their model: most of the others, but never more than three."""
+    return min(VOUCHING, others // 2 + 1)
+
+
+def choose_offer(offers: Sequence[Offer]) -> tuple[int, Leaves]:
+    """Choose the round in the middle, and the model that is nearest to most others.
+
+    A minority can move neither beyond what honest members have. Of two, the lower round and the
+    smaller model are taken.
+    """
+    ordered = sorted(offer.round for offer in offers)
+    round = ordered[(len(ordered) - 1) // 2]
+
+    def median_distance(offer: Offer) -> float:
+        distances = sorted(_distance(offer.message, other.message) for other in offers)
+        return distances[len(distances) // 2]
+
+    best = min(offers, key=lambda offer: (median_distance(offer), l2_norm(offer.message)))
+    return round, best.message
+
+
+def _distance(one: Leaves, other: Leaves) -> float:
+    return l2_norm({name: leaf.astype(np.float64) - other[name] for name, leaf in one.items()})
+
+
+async def _gather_offers(
+    others: Sequence[str], incarnation: str, agreement: Agreement, roster: Roster, keys: Path
+) -> tuple[list[Offer], list[str]]:
+    """Ask members in a random order, a few at a time, until enough have answered."""
+    identity, offers, problems = Identity.read(keys), list[Offer](), list[str]()
+    places = asyncio.Semaphore(MOST_OFFERS)
+
+    async def ask(member: str) -> None:
+        join = Join(
+            agreement=agreement.hash,
+            sender=agreement.name,
+            receiver=member,
+            incarnation=incarnation,
+            nonce=secrets.token_hex(32),
+        )
+        async with places:
+            try:
+                async with asyncio.timeout(PULL_SECONDS):
+                    offers.append(await _pull_model(join, roster, identity, agreement.manifest))
+            except (grpc.aio.AioRpcError, WireError, TimeoutError) as problem:
+                problems.append(f"{member}: {_describe(problem)}")
+
+    shuffled = random.sample(others, len(others))
+    tasks = {asyncio.create_task(ask(member)) for member in shuffled}
+    while tasks and len(offers) < MOST_OFFERS:
+        enough = len(offers) >= enough_offers(len(others))
+        patience = SLOW_OFFER if enough else None
+        done, tasks = await asyncio.wait(
+            tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+        if not done:
+            break
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return offers[:MOST_OFFERS], sorted(problems)
+
+
+async def _pull_model(join: Join, roster: Roster, identity: Identity, manifest: Manifest) -> Offer:
     member = roster.member(join.receiver)
     channel = open_channel(member.address, member.name, identity)
     try:
@@ -384,9 +463,13 @@ async def _pull_model(
         while not assembly.complete:
             assembly.add(await _read_frame(call))
         message = manifest.unpack_whole(assembly.payload())
-        if not is_finite(message):
-            raise WireError("not finite", "its model is not finite.")
-        return header.round, {leaf: values.copy() for leaf, values in message.items()}
+        if problem := check_numbers(message):
+            raise WireError("numbers", f"its model is refused as a share would be: {problem}.")
+        return Offer(
+            join.receiver,
+            header.round,
+            {leaf: values.copy() for leaf, values in message.items()},
+        )
     finally:
         await channel.close()
 

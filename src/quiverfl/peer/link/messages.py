@@ -322,8 +322,16 @@ def max_magnitude(message: Mapping[str, AnyArray]) -> float:
     return math.nan if any(math.isnan(end) for end in ends) else max(map(abs, ends), default=0.0)
 
 
-def is_finite(message: Mapping[str, AnyArray]) -> bool:
-    return math.isfinite(max_magnitude(message))
+LARGEST = 1e18
+"""A larger number is no parameter: its square, and sums of it, would soon overflow."""
+
+
+def check_numbers(message: Mapping[str, AnyArray]) -> str:
+    """Say why the numbers of a message are refused; empty if they are not."""
+    top = max_magnitude(message)
+    if not math.isfinite(top):
+        return "not finite"
+    return "too large" if top > LARGEST else ""
 
 
 class ShareEncoder:

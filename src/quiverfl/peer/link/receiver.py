@@ -8,7 +8,6 @@ else waits for its place.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from quiverfl.peer.accounts.ledger import UNIT, Transfer, Verdict
 from quiverfl.peer.accounts.signing import MassProofs
 from quiverfl.peer.context import PeerContext
 from quiverfl.peer.link.limits import AdmissionQueue, StreamLimit
-from quiverfl.peer.link.messages import Leaves, l2_norm, max_magnitude, sum_message
+from quiverfl.peer.link.messages import Leaves, check_numbers, l2_norm, sum_message
 from quiverfl.peer.link.wire import (
     Announcement,
     Assembly,
@@ -35,8 +34,6 @@ from quiverfl.transforms.robustness import NormBound
 from quiverfl.types import AnyArray
 
 Answer = Callable[[Reply], Awaitable[None]]
-LARGEST = 1e18
-"""A larger number is no parameter: its square, and sums of it, would soon overflow."""
 WORTHLESS = 8
 """Messages of evidence in a row that prove nothing before a sender is believed no more. An honest
 one has such messages only where a key was dropped."""
@@ -290,11 +287,8 @@ class Receiver:
 
     def _examine(self, transfer: Transfer, message: Leaves, own: Leaves) -> tuple[str, float]:
         """Check the numbers. Returns why they are refused, or nothing, and their sum."""
-        top = max_magnitude(message)
-        if not math.isfinite(top):
-            return "not finite", 0.0
-        if top > LARGEST:
-            return "too large", 0.0
+        if reason := check_numbers(message):
+            return reason, 0.0
         if transfer.units > self._ctx.limits.mass_cap:
             return "mass above the cap", sum_message(message)
         if self._ctx.limits.outlier != "off":
