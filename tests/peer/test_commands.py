@@ -278,9 +278,8 @@ def test_peers_do_not_number_labels_each_by_its_own(tmp_path: Path) -> None:
     table = tmp_path / "patients.csv"
     table.write_text("age,label\n" + "".join(f"{n}.5,{1 + 2 * (n % 2)}\n" for n in range(20)))
     own = ("--data", "table", "--data-path", table)
-    folder = PeerFolder.read(prepare(tmp_path / "a", own=(own, ()))[0])
     with pytest.raises(QuiverError, match=r"the labels are 1, 3, .* set options\.classes"):
-        load_peer_dataset(folder, load_peer_config(folder))
+        prepare(tmp_path / "a", own=(own, ()))
     own = (*own, "--data-option", "classes=4")
     folder = PeerFolder.read(prepare(tmp_path / "b", own=(own, ()))[0])
     assert sorted(set(load_peer_dataset(folder, load_peer_config(folder)).train_y.tolist())) == [
