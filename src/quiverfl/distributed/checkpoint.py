@@ -167,7 +167,7 @@ class GatheredCheckpoints:
 
 def _is_of_one_client(name: str) -> bool:
     """Whether it is the tensor of one client and not a stack of all clients' rows."""
-    return name.startswith("local/")
+    return name.startswith("local/") and name.count("/") == 2
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:

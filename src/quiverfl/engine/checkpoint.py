@@ -121,11 +121,15 @@ class Checkpoint:
     def take(cls, round: int, shard: Shard, exchange: Exchange, history: History) -> Checkpoint:
         tensors = {f"state/{name}": leaf for name, leaf in shard.state._asdict().items()}
         tensors.update((f"flight/{name}", leaf) for name, leaf in exchange.tensors().items())
+        local: dict[str, Tensor] = {}
         for row, point in shard.local.points.items():
-            tensors[f"local/{row}/shared"] = point.shared
-            tensors[f"local/{row}/personal"] = point.personal
+            local[f"{row}/shared"] = point.shared
+            local[f"{row}/personal"] = point.personal
         for row, statistics in shard.local.statistics.items():
-            tensors[f"local/{row}/statistics"] = statistics
+            local[f"{row}/statistics"] = statistics
+        if local and len(shard.world.everybody) > MANY:
+            local = _stack_rows(local, len(shard.ids))
+        tensors.update((f"local/{name}", leaf) for name, leaf in local.items())
         for number, buffers in shard.buffers.items():
             tensors.update((f"optimizer/{number}/{name}", b) for name, b in buffers.items())
         if shard.statistics is not None:
@@ -168,6 +172,8 @@ class Checkpoint:
         flying = _below(self.tensors, "flight/")
         exchange.restore({name: leaf.to(device, copy=True) for name, leaf in flying.items()})
         kept = _below(self.tensors, "local/")
+        if "rows" in kept:
+            kept = _unstack_rows(kept)
         rows = sorted({int(name.split("/")[0]) for name in kept})
         shard.local.points = {
             row: Params(*(kept[f"{row}/{part}"].to(device, copy=True) for part in Params._fields))
@@ -225,6 +231,28 @@ class Checkpoint:
         if found != digest:
             raise DamagedCheckpoint(tensors, "its checksum is not the one recorded")
         return cls(round, load_file(tensors), metrics, history, measured)
+
+
+MANY = 10_000
+"""Clients above which kept models are rows of one tensor: a name for each would fill the file."""
+
+
+def _stack_rows(leaves: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Tensors named "row/name" as one of each name, with a flag for the rows that there are."""
+    stacks = {"rows": torch.zeros(count, dtype=torch.uint8)}
+    for key, leaf in leaves.items():
+        row, _, name = key.partition("/")
+        if name not in stacks:
+            stacks[name] = leaf.new_zeros(count, *leaf.shape)
+        stacks["rows"][int(row)] = 1
+        stacks[name][int(row)] = leaf
+    return stacks
+
+
+def _unstack_rows(stacks: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows = stacks["rows"].nonzero().flatten().tolist()
+    names = stacks.keys() - {"rows"}
+    return {f"{row}/{name}": stacks[name][row] for row in rows for name in names}
 
 
 def checkpoints(folder: Path) -> list[Path]:

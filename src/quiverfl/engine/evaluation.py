@@ -48,7 +48,8 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
         _check_losses(metrics["loss"], shard.test.sizes[group.rows], group.ids, round)
         _join(own, metrics, group.rows, clients)
 
-    fresh = torch.tensor([row not in known for row in range(clients)], dtype=torch.bool)
+    fresh = torch.ones(clients, dtype=torch.bool)
+    fresh[list(known)] = False
     chosen = np.flatnonzero(gather(fresh).numpy())
     width, blocks = shard.context.executor.evaluated, shard.blocks.evaluated
     compute_groups(shard.world, evaluate_group, chosen, width, shard.workers, blocks)
@@ -212,18 +213,20 @@ class LocalModels:
         """Their running statistics, [models, size], where these are mixed later."""
 
     def keep(self, rows: Integers, stacked: Params) -> None:
-        for place, row in enumerate(rows):
-            self.points[int(row)] = Params(*(part[place].clone() for part in stacked))
+        if len(rows):
+            # Each its own memory, which is free again when the client trains.
+            own = ([row.clone() for row in part.unbind()] for part in stacked)
+            self.points.update(zip(rows.tolist(), map(Params, *own), strict=True))
 
     def forget(self, rows: Integers) -> None:
-        for row in rows:
-            self.points.pop(int(row), None)
-            self.metrics.pop(int(row), None)
-            self.statistics.pop(int(row), None)
+        for row in rows.tolist() if self.points else ():
+            self.points.pop(row, None)
+            self.metrics.pop(row, None)
+            self.statistics.pop(row, None)
 
     def replace(self, rows: Integers, current: Callable[[Integers], Params]) -> Params:
         """The models of these rows: remembered ones, and for the others what they are now."""
-        remembered = [int(row) in self.points for row in rows]
+        remembered = [row in self.points for row in rows.tolist()] if self.points else []
         if not any(remembered):
             return current(rows)
         points = [
@@ -233,8 +236,9 @@ class LocalModels:
         return Params(*(torch.stack(parts) for parts in zip(*points, strict=True)))
 
     def record_metrics(self, metrics: Metrics) -> None:
+        lists = {name: values.tolist() for name, values in metrics.items()} if self.points else {}
         for row in self.points:
-            self.metrics[row] = {name: float(values[row]) for name, values in metrics.items()}
+            self.metrics[row] = {name: values[row] for name, values in lists.items()}
 
 
 def state_record(shard: Shard, evaluated: bool, gradients: bool) -> dict[str, Any]:

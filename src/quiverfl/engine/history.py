@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quiverfl.errors import CallbackFailed, QuiverError
-from quiverfl.results.summary import history_frame, rounds_frame
+from quiverfl.results.summary import (
+    condense_metrics,
+    condense_record,
+    history_frame,
+    rounds_frame,
+)
 from quiverfl.types import Metrics
 
 if TYPE_CHECKING:
@@ -96,19 +101,28 @@ class Callback:
 class Recorders:
     """Tells every recorder in turn; what a callback raises is named after it."""
 
-    def __init__(self, recorders: Sequence[Recorder], callbacks: Sequence[Recorder]) -> None:
+    def __init__(
+        self,
+        recorders: Sequence[Recorder],
+        callbacks: Sequence[Recorder],
+        most: int | None = None,
+    ) -> None:
+        """Numbers of more than `most` clients are condensed for recorders, never for callbacks."""
         self._recorders, self._callbacks = recorders, checked_callbacks(callbacks)
+        self._most = most
 
     def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+        kept = metrics if self._most is None else condense_metrics(metrics, self._most)
         for recorder in self._recorders:
-            recorder.evaluated(round, stage, metrics)
+            recorder.evaluated(round, stage, kept)
         for callback in self._callbacks:
             with _named(callback):
                 callback.evaluated(round, stage, metrics)
 
     def finished(self, record: Record) -> None:
+        kept = record if self._most is None else condense_record(record, self._most)
         for recorder in self._recorders:
-            recorder.finished(record)
+            recorder.finished(kept)
         for callback in self._callbacks:
             with _named(callback):
                 callback.finished(record)

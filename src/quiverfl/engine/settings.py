@@ -13,6 +13,7 @@ from quiverfl.errors import QuiverError, suggest
 from quiverfl.options import Count, Number, check_options, python_number
 
 ExecutorName = Literal["auto", "vectorized", "sequential", "measure"]
+HistoryName = Literal["auto", "clients", "hundredths"]
 Precision = Literal["float32", "tf32", "bf16", "auto"]
 Layout = Literal["auto", "contiguous", "channels_last", "measure"]
 
@@ -61,7 +62,9 @@ class RunSettings:
     memory where clients are computed one by one: `"auto"` goes by the model's layers, `"measure"`
     by a trial. What a trial chose is recorded; last bits depend on it. `compile` compiles the
     vectorized step first. `states` says whether the clients' states lie on the device, or in
-    the host's memory and visit the device for training. `chunk` clients are computed together at
+    the host's memory and visit the device for training. `history` says what is recorded of every
+    evaluation: each client's numbers, or means over hundredths of all clients, from the lowest to
+    the highest ("auto": with more than 50,000 clients). `chunk` clients are computed together at
     most; None: as many as there is room for.
     """
 
@@ -83,6 +86,7 @@ class RunSettings:
     states: Literal["device", "host"] = "device"
     arithmetic: Literal["matrix", "peers"] = "matrix"
     checkpoint_every: Number = 10
+    history: HistoryName = "auto"
     chunk: Number | None = None
 
     def __post_init__(self) -> None:

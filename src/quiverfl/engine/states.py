@@ -36,17 +36,16 @@ def initial_states(
 
     `shapes` are those of a sample's features and outputs.
     """
-    agreed = task.initial_params(settings.seed)
+
+    def cast(params: Params) -> Params:
+        return Params(*(part.to(context.device, settings.dtype) for part in params))
+
+    point = common = cast(task.initial_params(settings.seed))
     stacked: list[Tensor] = []
     kind: Any = None
     for row, client in enumerate(ids):
-        own = (
-            agreed if settings.common_init else task.initial_params(settings.seed, 1 + int(client))
-        )
-        point, common = (
-            Params(*(part.to(context.device, settings.dtype) for part in at))
-            for at in (own, agreed)
-        )
+        if not settings.common_init:
+            point = cast(task.initial_params(settings.seed, 1 + int(client)))
         random = stream(settings.seed, "start", int(client))
         samples = int(context.examples.sizes[row])
         start = Start(point, common, samples, random, *shapes)

@@ -23,6 +23,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.results.formatting import write_result_file
 from quiverfl.results.palette import normalize_method
 from quiverfl.results.summary import (
+    HUNDRED,
     STAGES,
     Evaluation,
     EvaluationProtocol,
@@ -116,10 +117,23 @@ class RunResult:
         return len(self.rounds)
 
     @cached_property
-    def clients(self) -> int:
+    def condensed(self) -> bool:
+        """Whether the history has hundredths of the clients and no client's own numbers."""
+        sizes = self.train_sizes
+        return sizes is not None and len(sizes) > self._recorded == HUNDRED
+
+    @cached_property
+    def _recorded(self) -> int:
+        """Clients, or hundredths of them, in the history."""
         taking_part = self.history[self.history["stage"].isin(STAGES)]
-        if len(taking_part):
-            return int(taking_part["client"].max()) + 1
+        return int(taking_part["client"].max()) + 1 if len(taking_part) else 0
+
+    @cached_property
+    def clients(self) -> int:
+        if self.condensed and self.train_sizes is not None:
+            return len(self.train_sizes)
+        if self._recorded:
+            return self._recorded
         return int(self._section("data").get("clients") or 0)
 
     @cached_property
@@ -140,12 +154,15 @@ class RunResult:
         return None if self.test_counts is None else pd.Series(self.test_counts.sum(axis=1))
 
     def client_name(self, client: int) -> str:
+        if self.condensed:
+            return f"hundredth {client + 1}"
         return self.names[client] if client < len(self.names) else str(client)
 
     def client_size(self, client: int) -> int | None:
         """How many training samples it has, if the folder says."""
         sizes = self.train_sizes
-        return None if sizes is None or client >= len(sizes) else int(sizes[client])
+        unknown = sizes is None or client >= len(sizes) or self.condensed
+        return None if sizes is None or unknown else int(sizes[client])
 
     def values(self, stage: str, metric: str) -> pd.DataFrame:
         """Evaluated rounds × clients (see `summary.by_client`)."""

@@ -269,6 +269,11 @@ def cost_by_round(run: RunResult, stage: str) -> pd.DataFrame:
 def _weights(run: RunResult, weighting: Weighting) -> pd.Series | None:
     if weighting == "uniform":
         return None
+    if run.condensed:
+        raise QuiverError(
+            f"{run.path} recorded hundredths of its clients and no client's own numbers: use the "
+            'uniform weighting, or run it with run.history = "clients".'
+        )
     if run.test_samples is None:
         raise QuiverError(
             f"{run.path} does not say how many test samples each client has (no test_counts in "

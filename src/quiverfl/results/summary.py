@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiverfl.errors import QuiverError, suggest
-from quiverfl.types import Stage
+from quiverfl.types import Floats, Metrics, Stage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,6 +61,39 @@ def rounds_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         for _, record in sorted(latest.items())
     ]
     return pd.DataFrame(rows) if rows else pd.DataFrame({"round": []})
+
+
+CROWD, HUNDRED = 50_000, 100
+"""Clients above which a history keeps a number for each hundredth of them, unless it is told."""
+
+
+def condense_metrics(metrics: Metrics, most: int) -> Metrics:
+    """Where there are more clients than `most`, the means of equal hundredths of the clients.
+
+    Each metric is sorted for itself, from the lowest value to the highest. The mean over all
+    clients and that of the worst tenth stay what they are. Clients without a value are left out.
+    """
+    return {
+        name: _average_hundredths(values) if len(values) > most else values
+        for name, values in metrics.items()
+    }
+
+
+def _average_hundredths(values: Floats) -> Floats:
+    present = np.sort(values[~np.isnan(values)])
+    if len(present) < HUNDRED:
+        return np.pad(present, (0, HUNDRED - len(present)), constant_values=np.nan)
+    cuts = np.arange(HUNDRED + 1) * len(present) // HUNDRED
+    means: Floats = np.add.reduceat(present, cuts[:-1]) / np.diff(cuts)
+    return means
+
+
+def condense_record(record: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """A round with one number in place of longer lists of clients' numbers."""
+    return {
+        name: _over_clients(name, value) if isinstance(value, list) and len(value) > most else value
+        for name, value in record.items()
+    }
 
 
 def _over_clients(name: str, value: Any) -> Any:

@@ -27,6 +27,7 @@ from quiverfl.engine.shard import Shard
 from quiverfl.engine.unseen import UnseenClients, check_unseen
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, QuiverError, Stopped
 from quiverfl.methods.contract import Method
+from quiverfl.results.summary import CROWD, HUNDRED
 from quiverfl.runs.run import Run
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
@@ -60,6 +61,11 @@ class Simulation:
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
         check_fit(self.task, self.data, self.method, self.topology, self.training, self.settings)
+        if self.settings.history == "hundredths" and self.transforms.adversary is not None:
+            raise QuiverError(
+                'run.history = "hundredths" with an adversary: results of attackers stand apart, '
+                'which takes every client\'s numbers; set run.history = "clients".'
+            )
         if self.settings.arithmetic == "peers":
             choose_message_split(self.method, self.topology, self.settings.rounds)
         check_transforms(
@@ -116,6 +122,15 @@ class Simulation:
         honest = np.setdiff1d(np.arange(clients), attackers)
         return UnseenClients(shard, self.data.unseen, self._graphs, self.settings, honest)
 
+    def _most_recorded(self) -> int | None:
+        """Numbers of more clients are condensed in the history; None where none are."""
+        if self.settings.history == "hundredths":
+            return HUNDRED
+        # What attackers reach stands apart from all others' numbers, so every client's is kept.
+        attacked = self.transforms.adversary is not None
+        crowd = self.settings.history == "auto" and self.topology.clients > CROWD
+        return CROWD if crowd and not attacked else None
+
     def exchange(self, shard: Shard) -> Exchange:
         return build_exchange(
             self.transforms, self.method, self.topology, self.settings, shard.outbox, shard.world
@@ -146,7 +161,8 @@ class Simulation:
                 history, start = resume.history.copy(), resume.round
 
             newcomers = self._unseen(shard)
-            told = Recorders([history, *([] if recorder is None else [recorder])], callbacks)
+            recorders = [history, *([] if recorder is None else [recorder])]
+            told = Recorders(recorders, callbacks, self._most_recorded())
 
             def after_round(round: int) -> None:
                 more = round + 1 < settings.rounds

@@ -45,7 +45,7 @@ def list_populations(groups: Sequence[Group]) -> list[Population]:
     populations: dict[object, dict[str, RunResult]] = {}
     for group in groups:
         for run in group.runs:
-            if len(run.history):
+            if len(run.history) and not run.condensed:
                 populations.setdefault(_partition_key(run), {}).setdefault(group.label, run)
     return [Population(runs) for runs in populations.values()]
 
@@ -58,6 +58,8 @@ def client_table(
     Clients are in the order of their scores under the method `reference`, the worst first.
     """
     populations = list_populations(groups)[:MOST_POPULATIONS]
+    if not populations:
+        return tag("p", "The runs recorded hundredths of their clients and no single client's.")
     metric = common_metric(groups)
     views = [_make_view(one, groups, stages, metric, reference) for one in populations]
     first = views[0]
