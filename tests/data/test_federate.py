@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import quiverfl as qv
 from data_files import images
 from quiverfl.data.augmentation import CropFlip, Normalize
 from quiverfl.data.dataset import Dataset, compute_channel_statistics
@@ -135,3 +136,43 @@ def test_a_dataset_is_checked(pictures: Dataset, change: dict[str, object], mess
     values = {key: getattr(pictures, key) for key in pictures.__dataclass_fields__}
     with pytest.raises(QuiverError, match=message):
         Dataset(**(values | change))
+
+
+def _end_to_end(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple:
+    offsets = np.cumsum([0, *(len(y) for _, y in pairs)])
+    return (*(np.concatenate(parts) for parts in zip(*pairs, strict=True)), offsets)
+
+
+def test_arrays_end_to_end_are_the_same_clients_as_a_pair_for_each() -> None:
+    x, y = np.random.default_rng(0).normal(size=(9, 3)).astype("float32"), np.arange(9) % 4
+    train = [(x[:2], y[:2]), (x[2:7], y[2:7]), (x[7:], y[7:])]
+    test = [(x[:1], y[:1]), (x[:0], y[:0]), (x[1:3], y[1:3])]
+    pairs = qv.FederatedData.from_arrays(train, test)
+    whole = qv.FederatedData.from_offsets(_end_to_end(train), _end_to_end(test))
+    assert whole.classes == pairs.classes == 4
+    for one, other in ((whole.train, pairs.train), (whole.test, pairs.test)):
+        assert one.offsets.tolist() == other.offsets.tolist()
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.y, other.y)
+    shared = _end_to_end(train)
+    kept = qv.FederatedData.from_offsets(shared, _end_to_end(test)).train.x
+    assert kept.data_ptr() == shared[0].ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("offsets", "tests", "said"),
+    [
+        ([0, 2, 5], [0, 1, 5], r"offsets are whole numbers .* \(4\)"),
+        ([1, 2, 4], [0, 1, 4], "from 0 to the number of rows"),
+        ([0, 3, 2, 4], [0, 1, 2, 4], "never fall"),
+        ([0.0, 2.0, 4.0], [0, 2, 4], "whole numbers"),
+        ([0, 4, 4], [0, 2, 4], "client 1 has no training data"),
+        ([0, 2, 4], [0, 1, 2, 4], "train has 2 clients and test has 3"),
+        (None, [0, 2, 4], r"give \(inputs, targets, offsets\)"),
+    ],
+)
+def test_offsets_that_do_not_fit_are_refused(offsets: list | None, tests: list, said: str) -> None:
+    x, y = np.zeros((4, 2), "float32"), np.arange(4) % 2
+    train = (x, y) if offsets is None else (x, y, offsets)
+    with pytest.raises(qv.QuiverError, match=said):
+        qv.FederatedData.from_offsets(train, (x, y, tests))

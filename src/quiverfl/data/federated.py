@@ -83,6 +83,25 @@ def _to_tensor(where: str, part: Any) -> Tensor:
         raise QuiverError(f"{where}: a {type(part).__name__} is not an array: {said}.") from error
 
 
+def _check_split(name: str, given: Any) -> ClientExamples:
+    """The examples of all clients from (inputs, targets, offsets)."""
+    if not isinstance(given, tuple | list) or len(given) != 3:
+        raise QuiverError(
+            f"{name}: give (inputs, targets, offsets), where client i has rows offsets[i] to "
+            f"offsets[i + 1], not {type(given).__name__}."
+        )
+    x, y = (_to_tensors(name, part) for part in given[:2])
+    rows, offsets = _check_rows(name, x, y), np.asarray(given[2])
+    whole = offsets.ndim == 1 and len(offsets) > 1 and offsets.dtype.kind in "iu"
+    if not whole or offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():
+        raise QuiverError(
+            f"{name}: offsets are whole numbers that never fall, from 0 to the number of rows "
+            f"({rows}), one more than there are clients."
+        )
+    y = tree_map(lambda leaf: leaf if leaf.is_floating_point() else leaf.long(), y)
+    return ClientExamples(x, y, offsets.astype(np.int64))
+
+
 def _check_rows(where: str, x: Tree, y: Tree) -> int:
     """Count the rows; refuse leaves of unequal length and numbers that are not finite."""
     rows: dict[str, int] = {}
@@ -175,17 +194,55 @@ class FederatedData(ReprCard):
             )
         if not train:
             raise QuiverError("train is empty: give one (x, y) pair per client.")
-        if names and len(names) != len(train):
-            raise QuiverError(f"{len(names)} names for {len(train)} clients: give one each.")
-        first, second = concatenate_pairs("train", train), concatenate_pairs("test", test)
-        for client, size in enumerate(first.sizes):
-            if size == 0:
-                raise QuiverError(
-                    f"client {client} has no training data: leave it out, or partition the data "
-                    "so that every client gets some."
-                )
-        class_count = _count_classes(first, second, classes)
-        return cls(first, second, class_count, prepare, augment, tuple(names))
+        splits = concatenate_pairs("train", train), concatenate_pairs("test", test)
+        return cls._from_splits(*splits, classes, prepare, augment, names)
+
+    @classmethod
+    def from_offsets(
+        cls,
+        train: tuple[Any, Any, Any],
+        test: tuple[Any, Any, Any],
+        *,
+        classes: int | None = None,
+        prepare: InputTransform | None = None,
+        augment: Augment | None = None,
+        names: Sequence[str] = (),
+    ) -> FederatedData:
+        """(inputs, targets, offsets) of all clients end to end, with no object for each of them.
+
+        Client i has rows offsets[i] to offsets[i + 1]. Arrays are not copied where torch can share
+        them, so do not change them afterwards.
+        """
+        first, second = (_check_split(n, part) for n, part in (("train", train), ("test", test)))
+        if first.clients != second.clients:
+            raise QuiverError(
+                f"train has {first.clients} clients and test has {second.clients}: give offsets "
+                "of the same clients in both (two equal offsets: no test data)."
+            )
+        _check_same_form("test", "inputs", second.x, first.x)
+        _check_same_form("test", "targets", second.y, first.y)
+        return cls._from_splits(first, second, classes, prepare, augment, names)
+
+    @classmethod
+    def _from_splits(
+        cls,
+        train: ClientExamples,
+        test: ClientExamples,
+        classes: int | None,
+        prepare: InputTransform | None,
+        augment: Augment | None,
+        names: Sequence[str],
+    ) -> FederatedData:
+        if names and len(names) != train.clients:
+            raise QuiverError(f"{len(names)} names for {train.clients} clients: give one each.")
+        empty = np.flatnonzero(train.sizes == 0)
+        if len(empty):
+            raise QuiverError(
+                f"client {empty[0]} has no training data: leave it out, or partition the data "
+                "so that every client gets some."
+            )
+        class_count = _count_classes(train, test, classes)
+        return cls(train, test, class_count, prepare, augment, tuple(names))
 
     @property
     def clients(self) -> int:
