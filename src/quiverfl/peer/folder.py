@@ -18,7 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from quiverfl.errors import QuiverError, suggest
 from quiverfl.methods import METHODS
@@ -53,7 +60,12 @@ class Settings:
 
     rounds: int
     mode: Literal["sync", "async"] = "sync"
-    deadline: float = 60.0  # seconds a round waits for missing shares
+    deadline: float = 60.0  # the most seconds that a round waits for missing shares
+    deadline_floor: float | None = None  # the least, if the deadline follows what was measured
+    deadline_percentile: float = 0.9  # of the past shares' delays
+    deadline_factor: float = 3.0  # times that
+    quorum: float = 1.0  # the part of the promised shares that is enough
+    quorum_by: Literal["members", "mass"] = "members"
     staleness: int | None = None  # async: rounds a peer may be ahead of the slowest it has heard
     max_debt: float = 0.25  # async: mass a neighbour may hold of this peer's, net of what it gave
     round_interval: float = 0.0  # async: seconds between rounds
@@ -79,6 +91,9 @@ class Outcome:
 
 
 RUN, PEER, STORE = "run.toml", "peer.toml", "store"
+WAITING_KEYS = ("quorum", "quorum_by", "deadline_floor", "deadline_percentile", "deadline_factor")
+LATER_KEYS = ("noise", *WAITING_KEYS)
+"""Keys of [peers] that runs were begun without: at their defaults they are not hashed."""
 RENAMED_KEYS = {"lend": "max_debt", "pause": "round_interval"}
 """Keys of [peers] that had other names; the agreement still hashes those."""
 
@@ -116,6 +131,11 @@ class PeersSection(_Section):
 
     mode: Literal["sync", "async"] = "sync"
     deadline: float = Field(default=60.0, gt=0)
+    deadline_floor: float | None = Field(default=None, gt=0)
+    deadline_percentile: float = Field(default=0.9, gt=0, le=1)
+    deadline_factor: float = Field(default=3.0, ge=1)
+    quorum: float = Field(default=1.0, gt=0, le=1)
+    quorum_by: Literal["members", "mass"] = "members"
     staleness: int | None = Field(default=None, ge=0)
     max_debt: float = Field(default=0.25, gt=0)
     round_interval: float = Field(default=0.0, ge=0)
@@ -126,6 +146,18 @@ class PeersSection(_Section):
     noise: Literal["secret", "seed"] = "secret"
     """What [privacy] draws its noise from: each peer's own secret, or the run's seed, from which
     every peer can compute it."""
+
+    @model_validator(mode="after")
+    def _check_waiting(self) -> PeersSection:
+        if self.mode == "async" and (self.quorum < 1 or self.deadline_floor is not None):
+            raise ValueError(
+                "quorum and deadline_floor are for mode = sync: async waits for nobody"
+            )
+        if self.deadline_floor is not None and self.deadline_floor > self.deadline:
+            raise ValueError(
+                f"deadline_floor = {self.deadline_floor:g} is above deadline = {self.deadline:g}"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -179,8 +211,9 @@ class PeerFolder:
         peers = self.peers.model_dump()
         for old, new in RENAMED_KEYS.items():  # hashed as they were, so that runs go on
             peers[old] = peers.pop(new)
-        if self.peers.noise == "secret":  # unknown to runs that were begun before it could be set
-            del peers["noise"]
+        for key in LATER_KEYS:
+            if peers[key] == PeersSection.model_fields[key].default:
+                del peers[key]
         agreed, written = (
             canonical_hash({"experiment": experiment, "peers": peers})
             for experiment in (self.agreed_experiment, self.experiment)
@@ -203,6 +236,7 @@ class PeerFolder:
             metrics=self.own.metrics,
             trust_store=trust_store,
             evaluate_every=evaluate_every,
+            **{key: getattr(self.peers, key) for key in WAITING_KEYS},
         )
 
     def limits(self) -> Limits:

@@ -29,6 +29,7 @@ from quiverfl.peer.link.service import Server, Service
 from quiverfl.peer.link.wire import Terms
 from quiverfl.peer.metrics import Sample, serve_metrics
 from quiverfl.peer.rounds import run_end, run_rounds
+from quiverfl.peer.waiting import Patience, measured_deadline
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.robustness import compute_factors, reweigh_copies
@@ -57,15 +58,21 @@ class Node:
         self.store, self.transactions, self.metrics = ctx.store, ctx.transactions, ctx.metrics
         self.names = ctx.roster.current.names
         self.sync = settings.mode == "sync"
-        self.rounds_end_with_push = topology.reports is not None and self.sync
+        self.rounds_end_with_push = self.sync and (
+            topology.reports is not None or settings.quorum < 1
+        )
         """Whether others count a round as over once this peer has pushed. With an adaptive topology
-        a neighbour cannot know whether a share comes from this peer until it says so."""
+        or a quorum a neighbour cannot know whether a share comes until this peer says so."""
         self.leaving = ctx.store.meta("leaving") == "yes"
         self.stopping = False
         self.problem: QuiverError | None = None
         self.state = "starting"
         self.scores: dict[str, float] = {}
-        self.receiver = Receiver(ctx, settings.copies, self._wake_sender)
+        self.patience = Patience()
+        self.waits_for: Callable[[], set[str]] = set
+        self.receiver = Receiver(
+            ctx, settings.copies, self._wake_sender, self.patience.note_arrival
+        )
         self.neighbours = Neighbours(ctx, self)
         self.changes = RunChanges(ctx, settings.rounds, self.neighbours)
         self.service = Service(ctx, self)
@@ -422,6 +429,8 @@ class Node:
             "metrics": self.scores,
             "counts": dict(self.metrics.counts),
             "refusals": dict(self.metrics.refusals),
+            "waiting_for": sorted(self.waits_for()),
+            "deadline": measured_deadline(self),
             "absent": sorted(self.neighbours.absent),
             "overdrawn": sorted(self.debtors()),
             "problems": self._problems(),

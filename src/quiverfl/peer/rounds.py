@@ -15,7 +15,9 @@ last round, and shares of a sender that leaves.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import safetensors.numpy
@@ -27,6 +29,7 @@ from quiverfl.peer.accounts import ledger
 from quiverfl.peer.accounts.disk import write_durably
 from quiverfl.peer.learner import expected_senders, receivers
 from quiverfl.peer.link.link import FINISHED
+from quiverfl.peer.waiting import measured_deadline, wait_for_peers
 
 if TYPE_CHECKING:
     from quiverfl.peer.node import Node
@@ -134,11 +137,11 @@ async def _push(node: Node, t: int, weights: dict[str, float]) -> bool:
         return {p for p in neighbours.worth_waiting_for(others) if not neighbours.is_free(p)}
 
     if node.sync:
-        await node.wait_until(lambda: not busy())
-        neighbours.clogged |= busy()
+        neighbours.clogged |= await wait_for_peers(node, others, busy)
         if node.stopping:
             return False
-    cautious = not node.sync or bool(neighbours.absent | neighbours.clogged)
+    cautious = not node.sync or node.settings.quorum < 1
+    cautious |= bool(neighbours.absent | neighbours.clogged)
     may_push = not cautious or ledger.may_push(node.transactions.accounts)
     barred = node.debtors() | node.past_last_round()
     chosen = {
@@ -167,13 +170,44 @@ async def _wait_for_shares(node: Node, t: int, expected: set[str]) -> None:
     neighbours = node.neighbours
     # A round that was cut off may have taken some, and sent others back.
     before = node.store.senders_since(t) if node.settings.rule is not None else set()
+    waited_for = expected - before - neighbours.outside() - neighbours.absent - neighbours.done
 
     def missing() -> set[str]:
         here = {p for p, s in node.receiver.staged.items() if s.transfer.round >= t}
-        return expected - before - here - neighbours.outside() - neighbours.absent - neighbours.done
+        if (
+            node.settings.quorum < 1
+        ):  # a link carries one share: before this one is taken none comes
+            here = set(node.receiver.staged) | _find_silent(node, t)
+        gone = neighbours.outside() | neighbours.absent | neighbours.done
+        return waited_for - here - gone
 
-    await node.wait_until(lambda: not missing())
-    _give_up_on(node, t, missing())
+    node.patience.begin(t)
+    asking = None
+    if node.settings.quorum < 1:
+        asking = asyncio.create_task(_ask_missing(node, missing))
+    late = await wait_for_peers(node, waited_for, missing, by_mass=True)
+    if asking is not None:
+        asking.cancel()
+    _give_up_on(node, t, late)
+
+
+async def _ask_missing(node: Node, missing: Callable[[], set[str]]) -> None:
+    """With a quorum, ask late neighbours whether they have pushed without this peer."""
+    pause = 0.25
+    while True:
+        await asyncio.sleep(pause)
+        await node.neighbours.tell(missing())
+        pause = min(1.5 * pause, 5.0)
+
+
+def _find_silent(node: Node, t: int) -> set[str]:
+    """Neighbours that have pushed in this round, and have nothing more for this peer."""
+    neighbours, staged = node.neighbours, node.receiver.staged
+    return {
+        p
+        for p, round in node.receiver.rounds.items()
+        if round > t and neighbours.has_delivered(p, staged[p].transfer.seq if p in staged else 0)
+    }
 
 
 def _give_up_on(node: Node, t: int, late: set[str]) -> None:
@@ -206,22 +240,21 @@ async def _wait_for_pushes(node: Node, t: int) -> None:
     def missing() -> set[str]:
         staged = {p: s.transfer for p, s in node.receiver.staged.items()}
         here = {p for p, share in staged.items() if share.round >= t}
-        silent = {
-            p
-            for p, round in rounds.items()
-            if round > t and neighbours.has_delivered(p, staged[p].seq if p in staged else 0)
-        }
-        return neighbours.staying() - here - silent - neighbours.absent - neighbours.done
+        here |= _find_silent(node, t)
+        return neighbours.staying() - here - neighbours.absent - neighbours.done
 
     await neighbours.tell(neighbours.staying())
     # Everybody tells all the others; asking again is for what was lost on the way.
-    end, pause = time.monotonic() + node.settings.deadline, 0.5
+    node.patience.begin(t)
+    node.waits_for = missing
+    end, pause = time.monotonic() + measured_deadline(node), 0.5
     while missing() and time.monotonic() < end:
         await node.wait_until(lambda: not missing(), min(pause, end - time.monotonic()))
         if node.stopping or node.leaving:
             return
         await neighbours.tell(missing())
         pause = min(1.5 * pause, 5.0)
+    node.waits_for = set
     _give_up_on(node, t, missing())
 
 
@@ -239,8 +272,7 @@ async def _exchange_verdicts(node: Node, up_to: int | None) -> None:
         waiting = {p for p in outbox if neighbours.senders[p].refund is None}
         return neighbours.worth_waiting_for(waiting)
 
-    await node.wait_until(lambda: not unanswered())
-    neighbours.clogged |= unanswered()
+    neighbours.clogged |= await wait_for_peers(node, (), unanswered)
 
 
 async def _pace(node: Node, t: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from quiverfl.errors import QuiverError
@@ -59,12 +59,15 @@ class Receiver:
         ctx: PeerContext,
         copies: bool = False,
         heard: Callable[[str], None] = lambda sender: None,
+        arrived: Callable[[int], None] = lambda of_round: None,
     ) -> None:
         """With `copies` neighbours send whole messages without mass, in place of shares.
 
-        `heard` is called with every neighbour whose announcement is genuine.
+        `heard` is called with every neighbour whose announcement is genuine, `arrived` with the
+        round of every share that is staged.
         """
-        self._ctx, self._copies, self._heard = ctx, copies, heard
+        self._ctx, self._copies, self._heard, self._arrived = ctx, copies, heard, arrived
+        self._last_units: dict[str, int] = {}
         limits = ctx.limits
         self._proofs = MassProofs(ctx.agreement.hash, ctx.name, ctx.store.proofs())
         self._admission = AdmissionQueue(limits.bodies, limits)
@@ -192,6 +195,8 @@ class Receiver:
         if reason:
             return await self._refuse(transfer, reason)
         self.staged[transfer.sender] = Staged(transfer, message, report)
+        self._last_units[transfer.sender] = transfer.units
+        self._arrived(transfer.round)
         self.note_round(transfer.sender, transfer.round)
         return Verdict.STAGED
 
@@ -322,6 +327,10 @@ class Receiver:
         stores = (store, self._ctx.incarnation)
         identity, agreed = self._ctx.identity.refresh(), self._ctx.agreement.hash
         return signing.sign_transfer(identity, word, transfer, agreed, stores)
+
+    def last_mass(self, peers: Collection[str]) -> float:
+        """The mass of the last shares of some neighbours, 1 each where none has come yet."""
+        return sum(self._last_units.get(peer, UNIT) for peer in peers) / UNIT
 
     def take(self, up_to: int | None = None) -> list[tuple[Transfer, Leaves]]:
         """List staged shares in client order, of rounds up to `up_to` if that is given."""
