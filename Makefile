@@ -4,7 +4,7 @@ BIN := .venv/bin
 # install page shows for the build you want (CPU-only, CUDA, ROCm).
 TORCH_INDEX ?=
 
-.PHONY: install demo test slow docs lint types bench bench-frameworks clean
+.PHONY: install demo test slow soak kills docs lint types bench bench-frameworks clean
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -21,6 +21,16 @@ test: install lint types
 
 slow: install
 	$(BIN)/pytest -m slow
+
+# Peers for an hour: kills, partitions, new keys, a malicious member. SECONDS=600 is shorter.
+SECONDS ?= 3600
+soak: install
+	QUIVER_SOAK_SECONDS=$(SECONDS) $(BIN)/pytest -m slow tests/peer/test_soak.py -k month -s
+
+# A thousand kill -9 over eight peers. KILLS=100 is shorter.
+KILLS ?= 1000
+kills: install
+	QUIVER_KILLS=$(KILLS) $(BIN)/pytest -m slow tests/peer/test_swarm.py -k hundred -s
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -171,8 +171,8 @@ async def _double_spending(folder: Path, options: Options, progress: Progress) -
 
     def gives_to(parity: int) -> Callable[[Node], None]:
         def spoil(node: Node) -> None:
-            honest = node.neighbours.free
-            node.neighbours.free = (  # type: ignore[method-assign]
+            honest = node.neighbours.is_free
+            node.neighbours.is_free = (  # type: ignore[method-assign]
                 lambda peer: int(peer[-1]) % 2 == parity and honest(peer)
             )
 
@@ -200,7 +200,7 @@ def _replaying(node: Node) -> None:
     async def repeat(frames: list[bytes]) -> None:
         for sender in node.neighbours.senders.values():
             with contextlib.suppress(Exception):
-                call = sender.link.connected().stream_stream(f"/{SERVICE}/Push")()
+                call = sender.link.connect().stream_stream(f"/{SERVICE}/Push")()
                 for frame in list(frames):
                     await call.write(frame)
                 async with asyncio.timeout(2):

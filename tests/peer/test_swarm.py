@@ -97,7 +97,8 @@ def test_twenty_kills_at_random_moments_lose_nothing(swarm) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_kills_over_eight_peers_lose_nothing(swarm) -> None:
-    _kill_loop(swarm, kills=100, peers=8, size=100_000)
+    """QUIVER_KILLS says how many otherwise; `make kills` takes a thousand."""
+    _kill_loop(swarm, kills=int(os.environ.get("QUIVER_KILLS", "100")), peers=8, size=100_000)
 
 
 POINTS = [
