@@ -100,6 +100,12 @@ from quiverfl.methods import (
     Ditto as Ditto,
 )
 from quiverfl.methods import (
+    FedALA as FedALA,
+)
+from quiverfl.methods import (
+    FedAS as FedAS,
+)
+from quiverfl.methods import (
     FedAvg as FedAvg,
 )
 from quiverfl.methods import (
@@ -116,6 +122,9 @@ from quiverfl.methods import (
 )
 from quiverfl.methods import (
     FedRep as FedRep,
+)
+from quiverfl.methods import (
+    FedRoD as FedRoD,
 )
 from quiverfl.methods import (
     Interleaved as Interleaved,

@@ -12,10 +12,11 @@ from torch import nn
 
 import quiverfl as qv
 from quiverfl.methods.dispfl import erk_counts, regrow_mask
+from quiverfl.methods.fedala import ALAState
 from quiverfl.runs.compare import check_methods
 from quiverfl.runs.config import parse_config
 from quiverfl.trees import Layout
-from small import CLIENTS, PUSH, REGULAR, STAR, TRAINING, simulate, tiny_data, tiny_task
+from small import CLIENTS, PUSH, REGULAR, STAR, TRAINING, TinyModel, simulate, tiny_data, tiny_task
 
 
 def test_fedbabus_head_is_bit_identical_after_twenty_rounds_with_decay() -> None:
@@ -454,3 +455,26 @@ def test_apfls_alpha_moves_once_a_round() -> None:
         assert shared_numbers(second, "alpha") == pytest.approx(expected, abs=1e-14)
         alphas.append(expected)
     assert alphas[0] != pytest.approx(alphas[1], abs=1e-4)
+
+
+def test_fedrods_heads_are_one_linear_layer() -> None:
+    """The logits of two heads add up to one head's only there."""
+    task = qv.Task(model=TinyModel, personal=("body.0",))
+    point = qv.Params(torch.zeros(task.shared_layout.size), torch.zeros(task.personal_layout.size))
+    start = qv.Start(point, point, 1, np.random.default_rng(0), (6,), (3,))
+    with pytest.raises(qv.QuiverError, match="must be one linear layer"):
+        qv.FedRoD().init(task, start)
+
+
+def test_fedalas_weights_by_hand() -> None:
+    """One head weight: own 0, received 2, wanted 1: W moves by η · 2 · (v̂ - 1) and is cut."""
+    method = qv.FedALA(epochs=0, weight_epochs=1, weight_lr=0.1)
+    learn, cut = method.phases(tiny_task())[0].phases
+    own, received, share = torch.tensor([0.0]), torch.tensor([2.0]), torch.ones(1)
+    state = ALAState(torch.zeros(0), received, own, share, torch.ones(()))
+    for expected in (0.8, 0.68):
+        at = learn.gradient_at(qv.Params(state.u, share), state._replace(share=share)).personal
+        slope = learn.gradient(qv.Params(torch.zeros(0), at - 1.0), None, state).personal
+        share = cut.step(state._replace(share=share - 0.1 * slope), None).share
+        assert share.tolist() == pytest.approx([expected])
+    assert cut.step(state._replace(share=torch.tensor([1.5])), None).share.tolist() == [1.0]

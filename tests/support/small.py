@@ -55,6 +55,9 @@ METHODS: list[tuple[Any, list[Graphs]]] = [
     (qv.DFedSGPSM(epochs=2), [PUSH, AWAY]),
     (qv.DePRL(personal_steps=2), [REGULAR]),
     (qv.KGT(epochs=2, mixing_lr=0.8), [REGULAR, SOME]),
+    (qv.FedALA(epochs=2), [STAR]),
+    (qv.FedRoD(epochs=1), [STAR]),
+    (qv.FedAS(epochs=1), [STAR, SOME]),
 ]
 """One row per method: a new method is a row here, and every law below is tried on it."""
 

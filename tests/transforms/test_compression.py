@@ -249,6 +249,7 @@ REFUSED = {
     "scaffold": "of which every client has the same copy",
     **dict.fromkeys(("fedavg", "fedper", "fedrep", "fedbabu", "ditto", "fedprox"), RATIO),
     **dict.fromkeys(("moon", "apfl", "pfedme", "perfedavg"), RATIO),
+    **dict.fromkeys(("fedala", "fedrod", "fedas"), RATIO),
 }
 STAR = "compression over a star"
 CODERS = (qv.Quantize(bits=4), qv.TopK(fraction=0.2), qv.RandomK(fraction=0.2))

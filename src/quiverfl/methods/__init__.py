@@ -26,12 +26,15 @@ from quiverfl.methods.dfedsam import DFedSAM
 from quiverfl.methods.dfedsgpsm import DFedSGPSM
 from quiverfl.methods.dispfl import DisPFL
 from quiverfl.methods.ditto import Ditto
+from quiverfl.methods.fedala import FedALA
+from quiverfl.methods.fedas import FedAS
 from quiverfl.methods.fedavg import FedAvg
 from quiverfl.methods.fedbabu import FedBABU
 from quiverfl.methods.fedper import FedPer
 from quiverfl.methods.fedproto import FedProto
 from quiverfl.methods.fedprox import FedProx
 from quiverfl.methods.fedrep import FedRep
+from quiverfl.methods.fedrod import FedRoD
 from quiverfl.methods.kgt import KGT
 from quiverfl.methods.local import Local
 from quiverfl.methods.moon import MOON
@@ -69,6 +72,9 @@ _METHODS: dict[str, Callable[..., Method]] = {
     "dfedsgpsm": DFedSGPSM,
     "deprl": DePRL,
     "kgt": KGT,
+    "fedala": FedALA,
+    "fedrod": FedRoD,
+    "fedas": FedAS,
 }
 _ALIASES = {"dfedalt": "dfedavgmp", "fedalt": "fedrep", "fedsim": "fedper"}
 METHODS = Registry("method", _METHODS, own="module:Class", key="method.name", aliases=_ALIASES)
@@ -115,12 +121,15 @@ __all__ = [
     "DePRL",
     "DisPFL",
     "Ditto",
+    "FedALA",
+    "FedAS",
     "FedAvg",
     "FedBABU",
     "FedPer",
     "FedProto",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "Interleaved",
     "Local",
     "Lookahead",

@@ -11,14 +11,17 @@ sam_lookahead                      sharpness-aware minimisation (Foret et al., "
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Lookahead, Message, Start, Train
 from quiverfl.methods.state import Personal, Scalar, Shared
 from quiverfl.task import Params
+from quiverfl.training import Training
 
 
 def model_params(state: Any) -> Params:
@@ -85,6 +88,27 @@ def weight_message(samples: Tensor, **leaves: Tensor) -> Message:
 
 def average_leaf(mixed: Message, name: str) -> Tensor:
     return mixed[name] / mixed["samples"].to(mixed[name].dtype)
+
+
+def plain_steps(training: Training, lr: float) -> Training:
+    """Plain SGD with a rate of its own that does not decay."""
+    return replace(
+        training,
+        lr=lr,
+        lr_decay=1.0,
+        momentum=0.0,
+        weight_decay=0.0,
+        clip_norm=None,
+        optimizer="sgd",
+        nesterov=False,
+    )
+
+
+def check_class_labels(method: str, targets: object) -> None:
+    """Refuse targets that are not one class per sample."""
+    one = isinstance(targets, Tensor) and targets.ndim == 1
+    if not one or targets.is_floating_point():
+        raise QuiverError(f"{method} needs one class label per sample as its target.")
 
 
 def sam_lookahead(rho: float) -> Lookahead:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from quiverfl.errors import QuiverError
-from quiverfl.methods.blocks import model_params, train_whole
+from quiverfl.methods.blocks import check_class_labels, model_params, train_whole
 from quiverfl.methods.contract import Loss, Message, Method, Phase, SingleStep, Start, StepInfo
 from quiverfl.methods.state import Personal, Replicated, Shared
 from quiverfl.options import Count, NotNegative
@@ -64,9 +64,7 @@ class FedProto(Method[ProtoState]):
             teachers: tuple[ModelOutputs, ...],
         ) -> Tensor:
             """Equation 8: ℓ_S + λ · the distance to the class's prototype."""
-            one = isinstance(targets, Tensor) and targets.ndim == 1
-            if not one or targets.is_floating_point():
-                raise QuiverError("fedproto needs one class label per sample as its target.")
+            check_class_labels(self.name, targets)
             away = (seen.features - state.prototypes[targets]).square().mean(dim=1)
             supervised: Tensor = task.loss(seen.outputs, targets)
             return supervised + self.proximal * state.known[targets] * away

@@ -14,13 +14,14 @@ What is evaluated is a copy after one step with α on the client's own data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quiverfl.methods.blocks import (
     ServerState,
     Weighting,
     average_leaf,
     model_params,
+    plain_steps,
     sample_weight,
     train_whole,
     weight_message,
@@ -28,7 +29,6 @@ from quiverfl.methods.blocks import (
 from quiverfl.methods.contract import Lookahead, Message, Method, Start, Train
 from quiverfl.options import Count, Positive
 from quiverfl.task import Params, Task
-from quiverfl.training import Training
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,5 @@ class PerFedAvg(Method[ServerState]):
             steps=1,
             params=lambda copy: copy,
             update=lambda _, adapted: Params(adapted.shared, adapted.personal),
-            settings=self._inner_settings,
-        )
-
-    def _inner_settings(self, training: Training) -> Training:
-        return replace(
-            training,
-            lr=self.inner_lr,
-            lr_decay=1.0,
-            momentum=0.0,
-            weight_decay=0.0,
-            clip_norm=None,
-            optimizer="sgd",
-            nesterov=False,
+            settings=lambda training: plain_steps(training, self.inner_lr),
         )

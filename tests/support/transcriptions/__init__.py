@@ -16,12 +16,15 @@ from transcriptions.dfedsam import dfedsam
 from transcriptions.dfedsgpsm import dfedsgpsm
 from transcriptions.dispfl import dispfl
 from transcriptions.ditto import ditto
+from transcriptions.fedala import fedala
+from transcriptions.fedas import fedas
 from transcriptions.fedavg import fedavg
 from transcriptions.fedbabu import fedbabu
 from transcriptions.fedper import fedper
 from transcriptions.fedproto import fedproto
 from transcriptions.fedprox import fedprox
 from transcriptions.fedrep import fedrep
+from transcriptions.fedrod import fedrod
 from transcriptions.kgt import kgt
 from transcriptions.local import local
 from transcriptions.moon import moon
@@ -43,12 +46,15 @@ __all__ = [
     "dfedsgpsm",
     "dispfl",
     "ditto",
+    "fedala",
+    "fedas",
     "fedavg",
     "fedbabu",
     "fedper",
     "fedproto",
     "fedprox",
     "fedrep",
+    "fedrod",
     "kgt",
     "local",
     "moon",

@@ -51,6 +51,8 @@ SAM = {"epochs": 2, "rho": 0.3}
 PGP_SAM = {**ALTERNATING, "rho": 0.3}
 DEPRL = {"personal_steps": 3, "shared_steps": 2}
 KGT = {"epochs": 2, "mixing_lr": 0.7}
+ALA = {"epochs": 2, "weight_epochs": 2, "weight_lr": 3.0}
+AS = {"epochs": 2, "align_epochs": 2, "align_lr": 0.4}
 SOME_IDLE = (1, 0, 2, 3, 0, 1)
 FULL: dict[str, Any] = {"batch_size": None, "epochs_per_client": None}
 PLAIN_RATE: dict[str, Any] = {"personal_lr": None, "clip_norm": None}
@@ -191,6 +193,15 @@ CASES: dict[str, Case] = {
     "KGT, full batch": Case("KGT", KGT, ring, **FULL),
     "KGT, offline": Case("KGT", KGT, some_offline(regular), clip_norm=None),
     "KGT, rows, no epochs": Case("KGT", KGT, row_stochastic, epochs_per_client=SOME_IDLE),
+    "FedALA": Case("FedALA", ALA, star),
+    "FedALA, full batch": Case("FedALA", ALA, star, clip_norm=0.9, **FULL),
+    "FedALA, uniform": Case("FedALA", {**ALA, "weighting": "uniform"}, row_stochastic),
+    "FedRoD": Case("FedRoD", EPOCHS, star),
+    "FedRoD, full batch": Case("FedRoD", EPOCHS, star, **FULL),
+    "FedRoD, uniform": Case("FedRoD", {**EPOCHS, "weighting": "uniform"}, row_stochastic),
+    "FedAS": Case("FedAS", AS, star),
+    "FedAS, full batch": Case("FedAS", AS, star, **FULL),
+    "FedAS, rows, no epochs": Case("FedAS", AS, row_stochastic, epochs_per_client=SOME_IDLE),
     "PushDIGing": Case("PushDIGing", {}, push, **TRACKED),
     "PushDIGing, full batch": Case("PushDIGing", {}, push, batch_size=None, **TRACKED),
     "PushDIGing, columns": Case("PushDIGing", {}, column_stochastic, **TRACKED),
