@@ -104,7 +104,7 @@ def plain_steps(training: Training, lr: float) -> Training:
     )
 
 
-def check_class_labels(method: str, targets: object) -> None:
+def check_class_labels(method: str, targets: Any) -> None:
     """Refuse targets that are not one class per sample."""
     one = isinstance(targets, Tensor) and targets.ndim == 1
     if not one or targets.is_floating_point():
