@@ -112,6 +112,9 @@ from quiverfl.methods import (
     FedBABU as FedBABU,
 )
 from quiverfl.methods import (
+    FedDBE as FedDBE,
+)
+from quiverfl.methods import (
     FedPer as FedPer,
 )
 from quiverfl.methods import (

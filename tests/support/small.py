@@ -56,6 +56,7 @@ METHODS: list[tuple[Any, list[Graphs]]] = [
     (qv.DePRL(personal_steps=2), [REGULAR]),
     (qv.KGT(epochs=2, mixing_lr=0.8), [REGULAR, SOME]),
     (qv.FedALA(epochs=2), [STAR]),
+    (qv.FedDBE(epochs=1, mean_weight=2.0), [STAR, SOME]),
     (qv.FedRoD(epochs=1), [STAR]),
     (qv.FedAS(epochs=1), [STAR, SOME]),
 ]

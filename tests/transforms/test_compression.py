@@ -250,6 +250,7 @@ REFUSED = {
     **dict.fromkeys(("fedavg", "fedper", "fedrep", "fedbabu", "ditto", "fedprox"), RATIO),
     **dict.fromkeys(("moon", "apfl", "pfedme", "perfedavg"), RATIO),
     **dict.fromkeys(("fedala", "fedrod", "fedas"), RATIO),
+    "feddbe": "of which every client has the same copy",
 }
 STAR = "compression over a star"
 CODERS = (qv.Quantize(bits=4), qv.TopK(fraction=0.2), qv.RandomK(fraction=0.2))

@@ -294,7 +294,7 @@ def test_a_budget_ends_training_before_anything_is_sent() -> None:
 
 
 UNCLIPPED = {"fedproto", "moon", "dfedsam", "dfedpgpsam", "perfedavg", "pushdiging"}
-UNCLIPPED |= {"dfedsalt", "dfedsgpsm", "fedrod", "fedas"}
+UNCLIPPED |= {"dfedsalt", "dfedsgpsm", "fedrod", "fedas", "feddbe"}
 
 
 @pytest.mark.parametrize(("method", "graphs"), CASES, ids=[f"{m}" for m, _ in CASES])

@@ -30,6 +30,7 @@ from quiverfl.methods.fedala import FedALA
 from quiverfl.methods.fedas import FedAS
 from quiverfl.methods.fedavg import FedAvg
 from quiverfl.methods.fedbabu import FedBABU
+from quiverfl.methods.feddbe import FedDBE
 from quiverfl.methods.fedper import FedPer
 from quiverfl.methods.fedproto import FedProto
 from quiverfl.methods.fedprox import FedProx
@@ -73,6 +74,7 @@ _METHODS: dict[str, Callable[..., Method]] = {
     "deprl": DePRL,
     "kgt": KGT,
     "fedala": FedALA,
+    "feddbe": FedDBE,
     "fedrod": FedRoD,
     "fedas": FedAS,
 }
@@ -125,6 +127,7 @@ __all__ = [
     "FedAS",
     "FedAvg",
     "FedBABU",
+    "FedDBE",
     "FedPer",
     "FedProto",
     "FedProx",

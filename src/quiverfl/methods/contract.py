@@ -67,10 +67,13 @@ class Lookahead(Generic[S]):
 class Loss(Generic[S]):
     """A loss of the method's own, in place of the task's."""
 
-    function: Callable[[ModelOutputs, Tensor, S, tuple[ModelOutputs, ...]], Tensor]
+    function: Callable[..., Tensor]
     """(outputs, targets, state, the teachers' outputs) → one number per sample, [n]."""
     needs_features: bool = False
     """Whether it reads the features that the head is given."""
+    needs_weights: bool = False
+    """Whether it looks at the batch as a whole: it is then given the weights of the samples, too,
+    [n], which are 0 for padding."""
     teachers: Callable[[S], tuple[Params, ...]] | None = None
     """Models that are applied to the same batch and are not trained."""
 

@@ -20,6 +20,7 @@ from transcriptions.fedala import fedala
 from transcriptions.fedas import fedas
 from transcriptions.fedavg import fedavg
 from transcriptions.fedbabu import fedbabu
+from transcriptions.feddbe import feddbe
 from transcriptions.fedper import fedper
 from transcriptions.fedproto import fedproto
 from transcriptions.fedprox import fedprox
@@ -50,6 +51,7 @@ __all__ = [
     "fedas",
     "fedavg",
     "fedbabu",
+    "feddbe",
     "fedper",
     "fedproto",
     "fedprox",

@@ -51,6 +51,7 @@ SAM = {"epochs": 2, "rho": 0.3}
 PGP_SAM = {**ALTERNATING, "rho": 0.3}
 DEPRL = {"personal_steps": 3, "shared_steps": 2}
 KGT = {"epochs": 2, "mixing_lr": 0.7}
+DBE = {"epochs": 2, "mean_weight": 6.0}
 ALA = {"epochs": 2, "weight_epochs": 2, "weight_lr": 3.0}
 AS = {"epochs": 2, "align_epochs": 2, "align_lr": 0.4}
 SOME_IDLE = (1, 0, 2, 3, 0, 1)
@@ -196,6 +197,9 @@ CASES: dict[str, Case] = {
     "FedALA": Case("FedALA", ALA, star),
     "FedALA, full batch": Case("FedALA", ALA, star, clip_norm=0.9, **FULL),
     "FedALA, uniform": Case("FedALA", {**ALA, "weighting": "uniform"}, row_stochastic),
+    "FedDBE": Case("FedDBE", DBE, star, clip_norm=1.0),
+    "FedDBE, full batch": Case("FedDBE", DBE, star, clip_norm=1.0, **FULL),
+    "FedDBE, uniform": Case("FedDBE", {**DBE, "weighting": "uniform"}, row_stochastic),
     "FedRoD": Case("FedRoD", EPOCHS, star),
     "FedRoD, full batch": Case("FedRoD", EPOCHS, star, **FULL),
     "FedRoD, uniform": Case("FedRoD", {**EPOCHS, "weighting": "uniform"}, row_stochastic),

@@ -115,7 +115,10 @@ class _Trial:
         seen, y = self.probe.look(params, loss.needs_features)
         models = () if loss.teachers is None else self._call(loss.teachers, state)
         taught = tuple(self.probe.look(model, loss.needs_features)[0] for model in models)
-        check_per_sample(loss, self._call(loss.function, seen, y, state, taught), y)
+        given: tuple[Any, ...] = (seen, y, state, taught)
+        if loss.needs_weights:
+            given = (*given, state[0].new_ones(first_leaf(y).shape[:2]))
+        check_per_sample(loss, self._call(loss.function, *given), y)
 
     def _emit(self, state: Any) -> dict[str, Tensor]:
         message = self._call(self.method.message, state)

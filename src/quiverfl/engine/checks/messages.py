@@ -121,7 +121,10 @@ def _check_private_phases(task: Task, method: Method) -> None:
                 bool(part.needs_gradient) or part.statistics is not None
                 if isinstance(part, SingleStep)
                 else part.lookahead is not None
-                or (part.loss is not None and part.loss.teachers is not None)
+                or (
+                    part.loss is not None
+                    and (part.loss.teachers is not None or part.loss.needs_weights)
+                )
             )
             if other_use:
                 raise QuiverError(

@@ -78,14 +78,14 @@ class _PhaseLoss:
         programs: Callable[[int], Program],
         states: StatesOf,
     ) -> None:
-        self._inputs: Tree = None
+        self._batch: Batch | None = None
         self._loss, self._executor, self._programs, self._states = loss, executor, programs, states
 
     def remember_inputs(self, gradient: Gradient) -> Gradient:
-        """The same gradient of a batch whose inputs the teachers will look at."""
+        """The same gradient of a batch that the teachers, and the loss itself, will look at."""
 
         def remember(batch: Batch) -> Tensor:
-            self._inputs = batch.inputs
+            self._batch = batch
             return gradient(batch)
 
         return remember
@@ -93,7 +93,13 @@ class _PhaseLoss:
     def losses(self, seen: ModelOutputs, y: Tree, k: int) -> Tensor:
         """One number per sample, [k, n]."""
         state = self._states(k)
-        numbers: Tensor = vmap_clients(self._loss.function)(seen, y, state, self._teach(state))
+        given: tuple[Any, ...] = (seen, y, state, self._teach(state))
+        if self._loss.needs_weights:
+            weights = None if self._batch is None else self._batch.weights
+            if weights is None:
+                weights = state[0].new_ones(first_leaf(y).shape[:2])
+            given = (*given, weights)
+        numbers: Tensor = vmap_clients(self._loss.function)(*given)
         return numbers
 
     def _teach(self, state: Any) -> tuple[ModelOutputs, ...]:
@@ -101,8 +107,9 @@ class _PhaseLoss:
         if self._loss.teachers is None:
             return ()
         features, models = self._loss.needs_features, vmap_clients(self._loss.teachers)(state)
+        inputs = None if self._batch is None else self._batch.inputs
         return tuple(
-            self._executor.see(self._programs(1 + number), params, self._inputs, features)
+            self._executor.see(self._programs(1 + number), params, inputs, features)
             for number, params in enumerate(models)
         )
 
