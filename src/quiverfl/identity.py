@@ -28,6 +28,9 @@ RUNTIME = frozenset(
 """How and where a run is carried out and how closely it is watched: results differ by rounding at
 most, and the same files may lie elsewhere. `run.evaluate_every` decides what is recorded."""
 
+NO_RESULT = ("overrides", "track")
+"""Sections that decide nothing: overrides are in what they override, trackers only look on."""
+
 SEEDS = frozenset(f"{section}.seed" for section in ("run", "data", "topology")) | {
     "topology.participation_seed",
     "topology.link_failure_seed",
@@ -65,6 +68,6 @@ def _without(tree: Tree, left_out: frozenset[str] | set[str]) -> Settings:
     sections = {
         section: {key: v for key, v in values.items() if f"{section}.{key}" not in left_out}
         for section, values in tree.items()
-        if section != "overrides" and isinstance(values, Mapping)
+        if section not in NO_RESULT and isinstance(values, Mapping)
     }
     return {section: values for section, values in sections.items() if values}

@@ -62,6 +62,22 @@ COMMANDS = {
         "export",
         "Write a client's personal model with its normalisation, its labels and how to load it.",
     ),
+    "ls": (
+        "runs",
+        "ls",
+        "What runs there are below a folder: state, rounds, last scores, time.",
+    ),
+    "show": (
+        "runs",
+        "show",
+        "One run: what it is, how far it came, its scores and costs, and what can be done next.",
+    ),
+    "watch": (
+        "runs",
+        "watch",
+        "Serve a page with live curves, rounds, time left and failures of every run below a "
+        "folder.",
+    ),
     "report": (
         "report",
         "report",
@@ -118,6 +134,7 @@ ONE_PROCESS = (
     "doctor",
     "check",
     "peer",
+    "watch",
 )
 """Commands that many ranks would each carry out, in the same folders."""
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from quiverfl.cli.server import make_server
 from quiverfl.errors import QuiverError
 from quiverfl.peer.changes import amend_offline
 from quiverfl.peer.control import NotRunning, send_order
@@ -151,40 +152,16 @@ def save_page(client: MetricsClient, path: Path) -> None:
 def make_page_server(client: MetricsClient, port: int) -> ThreadingHTTPServer:
     """Serve the page and its picture on loopback; nothing can be changed through it."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            here = self.connection.getsockname()[1]
-            if self.headers.get("Host") not in (f"127.0.0.1:{here}", f"localhost:{here}"):
-                self.send_error(403)  # a page from elsewhere that has this name point to us
-            elif self.path == "/":
-                nonce = secrets.token_hex(16)
-                self._answer(render_page(None, nonce), "text/html; charset=utf-8", nonce)
-            elif self.path == "/picture.json":
-                self._answer(json.dumps(client.picture()), "application/json")
-            else:
-                self.send_error(404)
+    def answer_page() -> tuple[str, str, dict[str, str]]:
+        nonce = secrets.token_hex(16)
+        policy = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'"
+        headers = {"Content-Security-Policy": f"{policy}; script-src 'nonce-{nonce}'"}
+        return "text/html; charset=utf-8", render_page(None, nonce), headers
 
-        def _answer(self, text: str, kind: str, nonce: str = "") -> None:
-            body = text.encode()
-            policy = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'"
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Content-Security-Policy", f"{policy}; script-src 'nonce-{nonce}'")
-            self.end_headers()
-            self.wfile.write(body)
+    def answer_picture() -> tuple[str, str, dict[str, str]]:
+        return "application/json", json.dumps(client.picture()), {}
 
-        def log_message(self, format: str, *values: Any) -> None:
-            """Keep requests out of the terminal."""
-
-    try:
-        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as problem:
-        raise QuiverError(
-            f"--port {port}: {problem.strerror}. Give another one, or 0 for any."
-        ) from problem
+    return make_server({"/": answer_page, "/picture.json": answer_picture}, port)
 
 
 def watch_in_browser(client: MetricsClient, every: float, port: int) -> None:

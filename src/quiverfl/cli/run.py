@@ -127,7 +127,8 @@ def run(
     set_: Settings = None,
     out: Out = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write event files into the run folder too.")
+        bool,
+        typer.Option("--tensorboard", help="Write event files into the run folder as it goes."),
     ] = False,
     quiet: Quiet = False,
     json_: AsJson = False,
@@ -140,7 +141,8 @@ def run(
     """Run one experiment into a folder of its own."""
     if tensorboard:
         require_package("tensorboard", "--tensorboard")
-    settings = load_config(config, set_ or ())
+    chosen = [*(set_ or ()), *(["track.tensorboard=true"] if tensorboard else [])]
+    settings = load_config(config, chosen)
     check_rank_count(count, settings.data.clients)
     if dry_run:
         print_memory_needed(settings, count or 1)
@@ -149,16 +151,11 @@ def run(
     folder = out or Path("runs") / name
     if count is not None and count > 1:
         _refuse_unfinished(folder)
-        options = [f"--set={text}" for text in set_ or ()] + _output_flags(quiet, json_)
-        options += ["--tensorboard"] if tensorboard else []
+        options = [f"--set={text}" for text in chosen] + _output_flags(quiet, json_)
         start_ranks(count, ["run", str(config), "--out", str(folder), *options], restarts)
     if world_size() == 1:
         _refuse_unfinished(folder)
     run_and_print(settings, folder, quiet, json_)
-    if tensorboard and own_rank() == 0:
-        from quiverfl.runs.callbacks import write_events
-
-        write_events(folder, folder / "tensorboard")
 
 
 def resume(

@@ -69,6 +69,8 @@ def _to_tensors(where: str, part: Any) -> Tree:
 def _to_tensor(where: str, part: Any) -> Tensor:
     if not isinstance(part, Tensor | np.ndarray) and hasattr(part, "__array__"):
         part = np.array(part)  # of a table's columns: torch would ask for its rows by number
+    elif isinstance(part, np.ndarray) and not (part.flags.writeable or isinstance(part, np.memmap)):
+        part = part.copy()  # as pandas gives them: torch would warn
     kind = getattr(part, "dtype", None)
     text = kind is not None and getattr(kind, "kind", "") in ("U", "O")
     if text or (isinstance(part, list) and part and isinstance(part[0], str)):
@@ -233,6 +235,7 @@ class FederatedData(ReprCard):
         augment: Augment | None,
         names: Sequence[str],
     ) -> FederatedData:
+        names = tuple(map(str, names))
         if names and len(names) != train.clients:
             raise QuiverError(f"{len(names)} names for {train.clients} clients: give one each.")
         empty = np.flatnonzero(train.sizes == 0)
@@ -242,7 +245,7 @@ class FederatedData(ReprCard):
                 "so that every client gets some."
             )
         class_count = _count_classes(train, test, classes)
-        return cls(train, test, class_count, prepare, augment, tuple(names))
+        return cls(train, test, class_count, prepare, augment, names)
 
     @property
     def clients(self) -> int:

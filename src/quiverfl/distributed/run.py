@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from quiverfl.distributed.processes import restart_count
 from quiverfl.distributed.ranks import Ranks
 from quiverfl.distributed.simulation import RankSimulation, federation_of
 from quiverfl.engine.checkpoint import Checkpoint
-from quiverfl.engine.history import Recorder
+from quiverfl.engine.history import Recorder, Recorders
 from quiverfl.errors import QuiverError, Stopped
 from quiverfl.identity import flatten_settings
 from quiverfl.methods.optional import adaptation_phase
+from quiverfl.runs.callbacks import make_trackers
 from quiverfl.runs.config import Config
 from quiverfl.runs.experiment import (
     digest_inputs,
@@ -51,6 +52,11 @@ def run_on_ranks(
     Only rank 0 reads and writes `path`. What one rank refuses, all refuse. An interrupted run is
     resumed if the command `continues` one, or in a new attempt after a rank was lost.
     """
+    if config.run.patience is not None:
+        raise QuiverError(
+            f"run.patience = {config.run.patience}: a run on several ranks does not end early; "
+            "leave it out, or run it in one process."
+        )
     check_same(ranks, {"quiverfl": quiverfl.__version__, "torch": str(torch.__version__)}, config)
     folder = RunFolder(path) if ranks.rank == 0 else None
     with _lock_folder(ranks, folder, continues or restart_count() > 0):
@@ -65,7 +71,8 @@ def run_on_ranks(
         done_rounds = ranks.from_first(0 if resume is None else resume.round)
         if ranks.any(stop()):
             raise Stopped(done_rounds)
-        summary = _run_rounds(prepared, folder, recorder, resume, stop)
+        trackers = make_trackers(config, path) if folder else []
+        summary = _run_rounds(prepared, folder, recorder, trackers, resume, stop)
         return dict(ranks.from_first(summary))
 
 
@@ -143,13 +150,15 @@ def _run_rounds(
     prepared: _PreparedRun,
     folder: RunFolder | None,
     recorder: Recorder | None,
+    trackers: Sequence[Recorder],
     resume: Checkpoint | None,
     stop: Stop,
 ) -> dict[str, Any] | None:
     if folder is None:
         prepared.simulation.run(stop=stop)
         return None
-    with folder.record(recorder) as recorders:
+    told = Recorders([] if recorder is None else [recorder], trackers)
+    with told.closing(), folder.record(told) as recorders:
         run = prepared.simulation.run(recorders, resume, folder.write_checkpoint, stop)
     simulation = prepared.simulation
     return folder.finish(run.summary, adaptation_phase(simulation.method, simulation.task))

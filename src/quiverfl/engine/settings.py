@@ -61,7 +61,9 @@ class RunSettings:
     where the processor has it and a trial before the run is faster. `layout` says how images lie in
     memory where clients are computed one by one: `"auto"` goes by the model's layers, `"measure"`
     by a trial. What a trial chose is recorded; last bits depend on it. `compile` compiles the
-    vectorized step first. `states` says whether the clients' states lie on the device, or in
+    vectorized step first. `patience` ends the run after so many evaluations in a row in which the
+    mean over clients after communication was no better: what it picks is no longer measured by
+    their test data. `states` says whether the clients' states lie on the device, or in
     the host's memory and visit the device for training. `history` says what is recorded of every
     evaluation: each client's numbers, or means over hundredths of all clients, from the lowest to
     the highest ("auto": with more than 50,000 clients). `chunk` clients are computed together at
@@ -74,6 +76,7 @@ class RunSettings:
     epochs_per_client: tuple[int, ...] | None = None
     epoch_groups: tuple[int, ...] | None = None
     evaluate_every: Number = 1
+    patience: Number | None = None
     keep_local: bool = True
     gradients: bool = False
     dtype: DType = torch.float32
@@ -190,8 +193,6 @@ class RunSettings:
         for name in options:
             if name not in known:
                 raise QuiverError(f"simulate has no option {name!r}; {suggest(name, known)}")
-        if "rounds" not in options:
-            raise QuiverError("simulate needs rounds, such as rounds=50.")
         return cls(**options)
 
 

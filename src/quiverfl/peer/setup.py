@@ -50,7 +50,7 @@ from quiverfl.peer.link.wire import (
     model_text,
 )
 from quiverfl.peer.node import Node
-from quiverfl.runs.config import Config, parse_config
+from quiverfl.runs.config import Config, TrackConfig, parse_config
 from quiverfl.runs.experiment import (
     load_data,
     make_method,
@@ -127,6 +127,11 @@ def build_learner(folder: PeerFolder) -> PeerParts:
     if config.run.gradients:
         text = "run.gradients: no peer can measure them alone; only the simulation records them."
         warnings.warn(text, QuiverWarning, stacklevel=2)
+    if config.run.patience is not None or config.track != TrackConfig():
+        raise QuiverError(
+            "run.patience and [track] are for simulations: no peer knows the mean over clients. "
+            "Leave them out; `metrics` in peer.toml serves a peer's own numbers."
+        )
     members = len(folder.roster.members)
     topology = make_run_topology(config, method, members)
     split = choose_message_split(method, topology, config.run.rounds)

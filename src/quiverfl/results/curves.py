@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -193,6 +193,16 @@ def curve_chart(groups: Sequence[Group], stage: str, against: Against, metric: s
         "series": [_curve_series(one) for one in drawn],
         "cut": is_cut(drawn),
     }
+
+
+def live_chart(groups: Sequence[Group], stage: str, metric: str) -> Chart:
+    """A curve for every run, whatever its state; seeds of one experiment share name and colour."""
+    alone = [
+        replace(group, runs=(run,), under_way=())
+        for group in groups
+        for run in (*group.runs, *group.under_way)
+    ]
+    return curve_chart(alone, stage, "rounds", metric)
 
 
 def mass_chart(groups: Sequence[Group]) -> Chart:

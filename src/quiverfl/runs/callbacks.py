@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from abc import ABC, abstractmethod
@@ -15,9 +16,12 @@ import pandas as pd
 
 from quiverfl.engine.history import Callback, Record
 from quiverfl.errors import QuiverError, suggest
+from quiverfl.identity import flatten_settings
 from quiverfl.options import python_number
+from quiverfl.results.formatting import write_result_file
 from quiverfl.results.run_files import read_run
 from quiverfl.results.summary import STAGES, client_frame, describe_spread, higher_is_better
+from quiverfl.runs.config import Config
 from quiverfl.support.environment import require_package
 from quiverfl.types import Metrics, Stage
 
@@ -189,26 +193,31 @@ class _Tracker(Callback, ABC):
 
 
 class TensorBoard(_Tracker):
-    """Event files in a folder of their own."""
+    """Event files in a folder. Files of the same run are continued when it resumes: what they have
+    of rounds that are computed again is replaced."""
 
     def __init__(self, folder: Path | str) -> None:
         super().__init__()
         require_package("tensorboard", "qv.TensorBoard")
-        if Path(folder).is_dir() and any(Path(folder).glob("*tfevents*")):
-            raise QuiverError(f"{folder} holds event files already: choose another folder.")
         self._folder = str(folder)
         self._writer: Any = None
 
     def log(self, points: Points, step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._writer is None:
-            self._writer = EventFileWriter(self._folder, filename_suffix=".quiver")
+            try:
+                self._writer = EventFileWriter(self._folder, filename_suffix=".quiver")
+            except OSError as problem:
+                raise QuiverError(f"{self._folder}: {problem.strerror}.") from problem
+            begin = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=begin))
         values = [Summary.Value(tag=name, simple_value=number) for name, number in points.items()]
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
         self._writer.add_event(event)
+        self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
@@ -252,11 +261,23 @@ class MLflow(_Tracker):
         self._experiment, self._uri, self._params = experiment, tracking_uri, params
         self._client: Any = None
         self._run_id = ""
+        self._remember: Path | None = None
+
+    @classmethod
+    def continued(cls, experiment: str, file: Path, **params: str | int | float) -> MLflow:
+        """The run whose number is in a file, or a new one whose number is written there."""
+        made = cls(experiment, **params)
+        made._remember = file
+        made._run_id = file.read_text().strip() if file.exists() else ""
+        return made
 
     def _start(self) -> None:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._uri)
+        if self._run_id:
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
         known = self._client.get_experiment_by_name(self._experiment)
         number = (
             self._client.create_experiment(self._experiment)
@@ -266,6 +287,8 @@ class MLflow(_Tracker):
         self._run_id = self._client.create_run(number).info.run_id
         for name, value in self._params.items():
             self._client.log_param(self._run_id, name, value)
+        if self._remember is not None:
+            write_result_file(self._remember, self._run_id.encode())
 
     def log(self, points: Points, step: int) -> None:
         if self._client is None:
@@ -279,6 +302,24 @@ class MLflow(_Tracker):
         if self._client is not None:
             self._client.set_terminated(self._run_id)
             self._client = None
+
+
+def make_trackers(config: Config, folder: Path) -> list[Callback]:
+    """The trackers of [track], which continue what an earlier start of the run has written."""
+    track, trackers = config.track, list[Callback]()
+    if track.tensorboard:
+        trackers.append(TensorBoard(folder / "tensorboard"))
+    name = f"{folder.name}-{config.identity()[:8]}"
+    if track.wandb is not None:
+        # The place is part of it: the same configuration in another folder is another run.
+        number = hashlib.sha256(f"{folder.resolve()} {config.identity()}".encode()).hexdigest()[:16]
+        options = {"id": number, "resume": "allow", "name": name, "dir": str(folder)}
+        trackers.append(WandB(track.wandb, config=config.model_dump(mode="json"), **options))
+    if track.mlflow is not None:
+        settings = flatten_settings(config.model_dump(mode="json", exclude_defaults=True))
+        params = {key: str(value) for key, value in settings.items() if value is not None}
+        trackers.append(MLflow.continued(track.mlflow, folder / "mlflow-run", **params))
+    return trackers
 
 
 __all__ = ["Callback", "EarlyStopping", "MLflow", "TensorBoard", "WandB"]

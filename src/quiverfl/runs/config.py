@@ -11,6 +11,7 @@
 [robustness]  which messages of neighbours are trusted
 [adversary]  clients that attack, and how
 [run]       rounds, seed, and how the run is carried out
+[track]     where else its numbers go: TensorBoard, Weights & Biases, MLflow
 [overrides.METHOD.SECTION]  values for one method when several are compared
 
 [run] and [training] are RunSettings and Training themselves.
@@ -167,6 +168,15 @@ class TransformConfig(Section):
     """None leaves messages as they are."""
 
 
+class TrackConfig(Section):
+    tensorboard: bool = False
+    """Event files in the folder `tensorboard` of the run, written as it goes."""
+    wandb: str | None = None
+    """The project of Weights & Biases that gets the run."""
+    mlflow: str | None = None
+    """The experiment of MLflow that gets the run; MLFLOW_TRACKING_URI says where."""
+
+
 class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -179,6 +189,7 @@ class Config(Section):
     robustness: TransformConfig = TransformConfig()
     adversary: TransformConfig = TransformConfig()
     run: RunSettings = RunSettings()
+    track: TrackConfig = TrackConfig()
     overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
 
     def transforms(self) -> Transforms:

@@ -24,16 +24,17 @@ from quiverfl.methods import METHODS
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import adaptation_phase
 from quiverfl.models import MODELS, make_model
-from quiverfl.runs.config import Config, parse_config
+from quiverfl.runs.callbacks import make_trackers
+from quiverfl.runs.config import Config, TrackConfig, parse_config
 from quiverfl.runs.config_files import load_config
 from quiverfl.runs.folder import RunFolder
 from quiverfl.runs.progress import progress as shown
 from quiverfl.runs.run import Run
-from quiverfl.runs.simulate import Simulation
+from quiverfl.runs.simulate import Simulation, make_seeded_topology, make_usual_topology
 from quiverfl.support.cards import ReprCard, format_thousands
 from quiverfl.support.references import hash_source, is_reference
 from quiverfl.task import Task
-from quiverfl.topologies import Topology, make_topology, topology_options
+from quiverfl.topologies import Topology
 
 # Ctrl-C in a run that writes to a folder: the round it is in is finished and saved.
 
@@ -62,15 +63,6 @@ def stopping_on_interrupt() -> Iterator[Callable[[], bool]]:
         yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-TOPOLOGY_OPTIONS = {
-    "isolated": (),
-    "star": ("sampled", "link_failure"),  # which it refuses
-    "random_regular": ("neighbors", "participation", "link_failure"),
-    "random_push": ("neighbors", "participation", "link_failure"),
-}
-"""Which of the options that "auto" takes each of them has a use for."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -143,6 +135,11 @@ class Experiment(ReprCard):
         with shown(label, self.config.run.rounds, quiet=not progress) as bar:
             told = [*checked_callbacks(callbacks), *([] if bar is None else [bar])]
             if folder is None:
+                if self.config.track != TrackConfig():
+                    raise QuiverError(
+                        "[track] writes beside a run: give a folder, or callbacks such as "
+                        "callbacks=[qv.TensorBoard(folder)]."
+                    )
                 self.simulation.check()
                 run = self.simulation.run(callbacks=told)
             else:
@@ -251,8 +248,9 @@ def _carry_out(
     resume = folder.resume()
     if stop():
         raise Stopped(0 if resume is None else resume.round)
+    told = [*callbacks, *make_trackers(experiment.config, folder.path)]
     with folder.record(recorder) as both:
-        run = simulation.run(both, resume, folder.save_checkpoint, stop, callbacks)
+        run = simulation.run(both, resume, folder.save_checkpoint, stop, told)
     if run.complete:
         folder.finish(run.summary, adaptation_phase(experiment.method, experiment.task))
     return run
@@ -404,30 +402,8 @@ def make_task(config: Config, dataset: Dataset) -> Task:
 
 def make_run_topology(config: Config, method: Method, clients: int) -> Topology:
     """The configured topology, or the usual one of the method."""
-    check_method_parts(method)
-    options = config.topology.options()
-    name = config.topology.name
+    name, options = config.topology.name, config.topology.options()
     if name == "auto":
-        name = method.topology
-        known = {"seed", *(key for keys in TOPOLOGY_OPTIONS.values() for key in keys)}
-        for key in options:
-            if key not in known:
-                raise QuiverError(
-                    f'topology.{key}: with name = "auto" the options are '
-                    f"{', '.join(sorted(known))}; name a topology to give others."
-                )
-        wanted = (*TOPOLOGY_OPTIONS.get(name, ()), "seed")
-        options = {key: value for key, value in options.items() if key in wanted}
-        if "sampled" in wanted:
-            options.setdefault("sampled", max(1, clients // 10))
-        if "neighbors" in wanted:
-            options.setdefault("neighbors", min(10, clients - 1))
-    if "seed" in _parameters(name):
-        options.setdefault("seed", config.run.seed)
-    else:
-        options.pop("seed", None)
-    return make_topology(name, clients, **options)
-
-
-def _parameters(name: str) -> Sequence[str]:
-    return topology_options(name)
+        return make_usual_topology(method, clients, config.run.seed, options)
+    check_method_parts(method)
+    return make_seeded_topology(name, clients, config.run.seed, options)

@@ -139,6 +139,8 @@ class Run(AnyRun):
 
     config: dict[str, Any] | None = None
     """What it was made from, where that was a configuration."""
+    ended_early: bool = False
+    """Whether `run.patience` ended it."""
     made_from: Source | None = None
     """The Experiment it was made from, where there was one."""
 
@@ -157,8 +159,8 @@ class Run(AnyRun):
 
     @property
     def complete(self) -> bool:
-        """Whether all its rounds were run: not if it was stopped early, interrupted or diverged."""
-        return self.done_rounds >= self.simulation.settings.rounds
+        """Whether it is over: not if a callback stopped it, or it was interrupted or diverged."""
+        return self.ended_early or self.done_rounds >= self.simulation.settings.rounds
 
     @property
     def history(self) -> pd.DataFrame:
@@ -226,7 +228,9 @@ class Run(AnyRun):
         row = self._row(client)
         rounds = self.done_rounds
         if stage == "local" and row not in self._shard.local.points and rounds:
-            why = "pass keep_local=True." if self.complete else "the run ended early."
+            why = (
+                "pass keep_local=True." if rounds >= self.planned_rounds else "the run ended early."
+            )
             raise QuiverError(f"the models before the last communication were not kept: {why}")
         return self._shard.model(row, stage)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.checks.messages import check_transforms
-from quiverfl.engine.checks.method import check_fit, graph_needs
+from quiverfl.engine.checks.method import check_fit, check_method_parts, graph_needs
 from quiverfl.engine.checks.peers import choose_message_split, seen_alone
 from quiverfl.engine.collective import LocalWorld, World
 from quiverfl.engine.exchange.build import build_exchange, poison_training_data
 from quiverfl.engine.exchange.exchange import Exchange
 from quiverfl.engine.execution import Measurement, set_precision
-from quiverfl.engine.history import History, Recorder, Recorders, checked_callbacks
+from quiverfl.engine.history import Callback, History, Recorder, Recorders, checked_callbacks
 from quiverfl.engine.local.programs import is_convolutional
 from quiverfl.engine.rounds import run_rounds
 from quiverfl.engine.settings import RunSettings
@@ -30,6 +30,7 @@ from quiverfl.methods.contract import Method
 from quiverfl.results.summary import CROWD, HUNDRED
 from quiverfl.runs.run import Run
 from quiverfl.task import Task
+from quiverfl.topologies import make_topology, topology_options
 from quiverfl.topologies.topology import Topology
 from quiverfl.training import Training
 from quiverfl.transforms import PLAIN, Transforms
@@ -160,9 +161,9 @@ class Simulation:
                 shard.share_reports()
                 history, start = resume.history.copy(), resume.round
 
-            newcomers = self._unseen(shard)
+            newcomers, patience = self._unseen(shard), self._patience(history)
             recorders = [history, *([] if recorder is None else [recorder])]
-            told = Recorders(recorders, callbacks, self._most_recorded())
+            told = Recorders(recorders, [*callbacks, *patience], self._most_recorded())
 
             def after_round(round: int) -> None:
                 more = round + 1 < settings.rounds
@@ -180,6 +181,8 @@ class Simulation:
             run = Run(self, shard, exchange, history)
             try:
                 with told.closing(), contextlib.suppress(_Enough):
+                    if start and any(one.enough() for one in patience):
+                        raise _Enough
                     run_rounds(shard, exchange, self._graphs, told, settings, start, after_round)
             except (CallbackFailed, Diverged, Stopped) as error:
                 error.run = run
@@ -190,7 +193,26 @@ class Simulation:
                     "error's `run` has what was recorded before it."
                 )
                 raise Interrupted(run, sentence) from error
+            run.ended_early = any(one.enough() for one in patience)
         return run
+
+    def _patience(self, history: History) -> list[Callback]:
+        """What ends the run by `run.patience`, told of what a resumed run has evaluated before."""
+        if self.settings.patience is None:
+            return []
+        if not self.task.metrics:
+            raise QuiverError("run.patience needs a metric to go by: give the task one.")
+        if self._most_recorded() is not None:
+            raise QuiverError(
+                'run.patience goes by every client\'s numbers, which run.history = "hundredths" '
+                "does not keep: leave one of them out."
+            )
+        from quiverfl.runs.callbacks import EarlyStopping
+
+        early = EarlyStopping(next(iter(self.task.metrics)), self.settings.patience)
+        for evaluation in history.evaluations:
+            early.evaluated(*evaluation)
+        return [early]
 
 
 def simulate(
@@ -198,8 +220,8 @@ def simulate(
     data: FederatedData,
     *,
     method: Method,
-    topology: Topology,
-    training: Training,
+    topology: Topology | None = None,
+    training: Training | None = None,
     compression: Compression | None = None,
     privacy: UpdatePrivacy | DPSGD | None = None,
     robustness: Robustness | None = None,
@@ -214,6 +236,9 @@ def simulate(
     **options: Any,
 ) -> Run:
     """Run a method on federated data over a topology and return its history and models.
+
+    Without a topology it is the method's usual one, as in a configuration; without `training`
+    that of `Training()`, and without `rounds` there are 20.
 
     `options` are fields of RunSettings (rounds, seed, dtype, threads, executor, …), or `settings`
     has them all. `recorder` is told of every evaluation and round as it happens. `checkpoint` is
@@ -241,9 +266,13 @@ def simulate(
         )
     if isinstance(data, FederatedData):  # or check() says what it is
         settings = settings.for_clients(data.clients)
+        if topology is None and isinstance(getattr(type(method), "topology", None), str):
+            topology = make_usual_topology(method, data.clients, settings.seed)
+    training = Training() if training is None else training
     _check_resume(resume)
     transforms = Transforms(compression, privacy, robustness, adversary)
-    simulation = Simulation(task, data, method, topology, training, settings, transforms)
+    # Without one, data is no FederatedData, which check() says before it looks at a topology.
+    simulation = Simulation(task, data, method, topology, training, settings, transforms)  # type: ignore[arg-type]
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
     watchers = checked_callbacks(callbacks)
@@ -257,6 +286,49 @@ def _check_resume(resume: object) -> None:
             f"resume is a {type(resume).__name__}: give a checkpoint, such as "
             "resume=qv.load_run(folder).checkpoint()."
         )
+
+
+TOPOLOGY_OPTIONS = {
+    "isolated": (),
+    "star": ("sampled", "link_failure"),  # which it refuses
+    "random_regular": ("neighbors", "participation", "link_failure"),
+    "random_push": ("neighbors", "participation", "link_failure"),
+}
+"""Which of the options that "auto" takes each of them has a use for."""
+
+
+def make_usual_topology(
+    method: Method, clients: int, seed: int, options: Mapping[str, Any] | None = None
+) -> Topology:
+    """The topology that a method is usually run on, with those of the options it has a use for."""
+    check_method_parts(method)
+    given = options or {}
+    known = {"seed", *(key for keys in TOPOLOGY_OPTIONS.values() for key in keys)}
+    for key in given:
+        if key not in known:
+            raise QuiverError(
+                f'topology.{key}: with name = "auto" the options are '
+                f"{', '.join(sorted(known))}; name a topology to give others."
+            )
+    wanted = (*TOPOLOGY_OPTIONS.get(method.topology, ()), "seed")
+    used = {key: value for key, value in given.items() if key in wanted}
+    if "sampled" in wanted:
+        used.setdefault("sampled", max(1, clients // 10))
+    if "neighbors" in wanted:
+        used.setdefault("neighbors", min(10, clients - 1))
+    return make_seeded_topology(method.topology, clients, seed, used)
+
+
+def make_seeded_topology(
+    name: str, clients: int, seed: int, options: Mapping[str, Any]
+) -> Topology:
+    """A topology with the run's seed, unless it has one of its own or needs none."""
+    used = dict(options)
+    if "seed" in topology_options(name):
+        used.setdefault("seed", seed)
+    else:
+        used.pop("seed", None)
+    return make_topology(name, clients, **used)
 
 
 class _Enough(Exception):

@@ -259,14 +259,16 @@ def make_page(
     contents: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
     footer: Sequence[Markup] = (),
+    live: bool = False,
 ) -> str:
     """Make an HTML page of sections. Its script and its style are in it.
 
     `eyebrow` is the line above the heading, which is the title unless given. `facts` are names and
     values below it. `contents` links to sections: their names and what to call them. `notes` are
-    sentences to be read before anything else.
+    sentences to be read before anything else. A `live` page asks its server when to load again.
     """
     code = _read_resource("charts.js") + _read_resource("report.js")
+    code += _read_resource("watch.js") if live else ""
     script = f'"use strict";\n(() => {{\n{code}}})();\n'
     listed = [tag("div", tag("dt", n), tag("dd", text)) for n, text in (facts or {}).items()]
     links = [tag("a", text, href=f"#{name}") for name, text in (contents or {}).items()]
@@ -284,12 +286,13 @@ def make_page(
         tag("footer", *footer) if footer else Markup(),
         tag("script", Markup(script)),
     )
-    return f"<!doctype html>\n{tag('html', _make_head(title, script), body, lang='en')}\n"
+    head = _make_head(title, script, live)
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _make_head(title: str, script: str) -> Markup:
+def _make_head(title: str, script: str, live: bool) -> Markup:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = _POLICY.format(digest)
+    policy = _POLICY.format(digest) + ("; connect-src 'self'" if live else "")
     return tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -219,6 +219,10 @@ def _format_start(runs: Sequence[RunResult]) -> str:
     return f", started {first} UTC" if first == last else f", started {first} to {last} UTC"
 
 
+def describe_data(run: RunResult) -> str:
+    return f"{_data_name(run)}, {describe_partition(run)}"
+
+
 def _data_name(run: RunResult) -> str:
     """The data set's name; of data of one's own the name of its file or folder."""
     data = run.config.get("data", {})
