@@ -266,7 +266,7 @@ class MLflow(_Tracker):
     @classmethod
     def continued(cls, experiment: str, file: Path, **params: str | int | float) -> MLflow:
         """The run whose number is in a file, or a new one whose number is written there."""
-        made = cls(experiment, **params)
+        made = cls(experiment, None, **params)
         made._remember = file
         made._run_id = file.read_text().strip() if file.exists() else ""
         return made

@@ -228,9 +228,8 @@ class Run(AnyRun):
         row = self._row(client)
         rounds = self.done_rounds
         if stage == "local" and row not in self._shard.local.points and rounds:
-            why = (
-                "pass keep_local=True." if rounds >= self.planned_rounds else "the run ended early."
-            )
+            early = rounds < self.simulation.settings.rounds
+            why = "the run ended early." if early else "pass keep_local=True."
             raise QuiverError(f"the models before the last communication were not kept: {why}")
         return self._shard.model(row, stage)
 

@@ -32,7 +32,7 @@ def make_watch_page(finder: RunFinder, every: float) -> str:
     groups = group_runs([one.run for one in runs if one.run is not None])
     counts = count_states(runs)
     left = [one.seconds_left for one in runs if one.seconds_left is not None]
-    facts = {state: str(count) for state, count in counts.items()}
+    facts: dict[str, str] = {state: str(count) for state, count in counts.items()}
     if left:
         facts["longest still runs for about"] = numbers.format_duration(max(left))
     alive = tag("p", "live", class_="alive", data_version=version, data_every=str(every))
