@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -64,6 +64,10 @@ class Task(ReprCard):
     Running statistics are the buffers of a module whose `track_running_stats` is true, such as
     BatchNorm. They belong to a client: its training changes them, and they are never sent unless
     `buffers="mixed"`. "batch_norm" in `personal` names the parameters of all BatchNorm layers.
+
+    A list of factories, one per client, makes personal parts that differ between clients, such as
+    heads for other label sets. It becomes `own_models`; `model` is then the one whose personal part
+    is the largest. Shared parts must be alike.
     """
 
     model: Callable[[], nn.Module]
@@ -72,8 +76,15 @@ class Task(ReprCard):
     metrics: Any = None  # dict[str, AnyMetric], once they have been
     inputs: InputStyle = "arguments"
     buffers: BufferUse = "personal"
+    own_models: tuple[Callable[[], nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
+        given: Any = self.model
+        if isinstance(given, list | tuple) and not self.own_models:
+            object.__setattr__(self, "own_models", tuple(given))
+        if self.own_models:
+            own = self._own_tasks
+            object.__setattr__(self, "model", max(own, key=_personal_size).model)
         object.__setattr__(self, "metrics", find_metrics(self.metrics, self.loss))
         object.__setattr__(self, "loss", find_loss(self.loss))
         if self.inputs not in get_args(InputStyle):
@@ -134,6 +145,29 @@ class Task(ReprCard):
                     "lambda, such as model=lambda: MyModel(10)."
                 ) from error
 
+    @cached_property
+    def _own_tasks(self) -> tuple[Task, ...]:
+        """One for each client: those of the same factory are the same."""
+        made: dict[int, Task] = {}
+        for factory in self.own_models:
+            if id(factory) not in made:
+                made[id(factory)] = replace(self, model=factory, own_models=())
+        tasks = tuple(made[id(factory)] for factory in self.own_models)
+        for client, task in enumerate(tasks):
+            _check_same_body(client, task, tasks[0])
+        return tasks
+
+    def of_client(self, client: int) -> Task:
+        """The task with this client's own model; itself where all clients' are alike."""
+        return self._own_tasks[client] if self.own_models else self
+
+    @property
+    def one_by_one(self) -> str | None:
+        """Why its clients cannot be computed together; None if nothing is known against it."""
+        if self.statistics_layout.names:
+            return "batches of several clients are padded, which its running statistics would count"
+        return "clients have models of their own" if self.own_models else None
+
     def title(self) -> str:
         return f"Task with {type(self.skeleton).__name__}"
 
@@ -176,6 +210,19 @@ class Task(ReprCard):
             named = {n: _to_float(p.detach()) for n, p in self.model().named_parameters()}
         return Params(self.shared_layout.join(named), self.personal_layout.join(named))
 
+    def with_own_part(self, params: Params, client: int, seed: int, start: int) -> Params:
+        """The same shared part with this client's own personal one, where it has its own model.
+
+        All clients' vectors are as long as the longest. Nothing trains or reads the zeros at the
+        end of a shorter one.
+        """
+        if not self.own_models:
+            return params
+        personal = torch.zeros_like(params.personal)
+        own = self.of_client(client).initial_params(seed, start).personal
+        personal[: len(own)] = own
+        return Params(params.shared, personal)
+
     def named_params(self, params: Params) -> dict[str, Tensor]:
         """Every parameter by name, as views into the two vectors."""
         return {
@@ -209,6 +256,40 @@ class Task(ReprCard):
         if len(self.personal) != 1 or self.personal[0] not in dict(self.skeleton.named_modules()):
             return None
         return self.personal[0]
+
+
+def _personal_size(task: Task) -> int:
+    return task.personal_layout.size
+
+
+def _check_same_body(client: int, own: Task, first: Task) -> None:
+    """Refuse models that differ in more than their personal part."""
+    bodies = [
+        {
+            **dict(zip(task.shared_layout.names, task.shared_layout.shapes, strict=True)),
+            **dict(zip(task.statistics_layout.names, task.statistics_layout.shapes, strict=True)),
+        }
+        for task in (own, first)
+    ]
+    mine, theirs = bodies
+    for name in (*theirs, *mine):
+        if mine.get(name) != theirs.get(name):
+            sizes = (f"{body[name]}" if name in body else "missing" for body in bodies)
+            raise QuiverError(
+                "the model of client {} differs from that of client 0 in its shared part: {!r} is "
+                "{}, not {}. Only personal parts may differ, as shared ones are averaged number by "
+                "number. Different bodies need an exchange of outputs on common data "
+                "(distillation), which Quiver does not have.".format(client, name, *sizes)
+            )
+    frozen = dict(first.skeleton.named_parameters())
+    for name, parameter in own.skeleton.named_parameters():
+        same = name in frozen and torch.equal(parameter, frozen[name])
+        if not parameter.requires_grad and not own._is_personal(name) and not same:
+            raise QuiverError(
+                f"the frozen parameter {name!r} of client {client}'s model is not that of client "
+                "0's: clients that share a part must have the same frozen one. Load the same "
+                "weights in both."
+            )
 
 
 def _to_float(values: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
 
 def find_models(shard: Shard, group: ClientGroup, stage: str) -> Params:
     """The models of a group at a stage, fine-tuned where the method evaluates them so."""
-    if shard.statistics is not None:
-        shard.open_statistics(group.rows, stage)
+    if shard.opens_clients:
+        shard.open_client(group.rows, stage)
     if stage == "local":
         params = shard.local.replace(group.rows, shard.personal)
     else:

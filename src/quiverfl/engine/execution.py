@@ -338,7 +338,8 @@ def prepare_computation(
             "model draws random numbers (dropout) for a whole batch: use one that does not."
         )
     examples = examples.laid_out(
-        executor.image_format, getattr(task.skeleton, "likes_bytes", False)
+        executor.image_format,
+        getattr(task.skeleton, "likes_bytes", False) and not task.own_models,
     )
     as_bytes = examples.byte_factors is not None
     test = Examples(data.test, data, dtype, device).laid_out(executor.image_format, as_bytes)

@@ -40,8 +40,8 @@ def gradient_norms(shard: Shard, mass: Tensor | None) -> dict[str, float]:
     for group in world.groups(np.arange(clients), context.executor.chunk):
         own_shared, own_personal = (mean.new_zeros(0, layout.size) for layout in layouts)
         if len(group.rows):
-            if shard.statistics is not None:
-                shard.open_statistics(group.rows)
+            if shard.opens_clients:
+                shard.open_client(group.rows)
             own = to_device(shard.personal(group.rows), context.device)
             agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
             common = Params(agreed, own.personal)

@@ -93,6 +93,8 @@ class Shard:
             task, self._phases, len(self.ids), settings.dtype, home
         )
         """Running statistics, [clients, models, size]; None if the model has none."""
+        self.opens_clients = self.statistics is not None or bool(task.own_models)
+        """Whether modules must be told whose model they are computing."""
         self._mixes_statistics = self.statistics is not None and task.buffers == "mixed"
         self.local = LocalModels()
         self.steps: Integers = np.zeros(len(self.ids), dtype=np.int64)
@@ -127,7 +129,7 @@ class Shard:
     def _train_group(self, round: int, share: float, group: ClientGroup) -> None:
         reports = self.reports
         state = to_device(take_rows(self.state, group.rows), self.context.device)
-        statistics = self.open_statistics(group.rows) if self.statistics is not None else None
+        statistics = self.open_client(group.rows) if self.opens_clients else None
         record_updates = None if reports is None else reports.record_losses(state, group)
         for number, phase in enumerate(self._phases):
             state = self._take_phase(phase, state, group, PhaseIndex(round, number, share))
@@ -140,14 +142,16 @@ class Shard:
             self.statistics[group.rows] = statistics.to(self.statistics.device)
         self.local.forget(group.rows)
 
-    def open_statistics(self, rows: Integers, stage: str = "mixed") -> Tensor:
-        """Give a client's modules a copy of its running statistics, which training changes."""
-        assert self.statistics is not None
-        statistics = self.statistics[int(rows[0])]
-        if stage == "local":
-            statistics = self.local.statistics.get(int(rows[0]), statistics)
-        copy = statistics.to(self.context.device, copy=True)
-        self.context.programs.open_client(copy)
+    def open_client(self, rows: Integers, stage: str = "mixed") -> Tensor | None:
+        """Compute the model of this one client; on a copy of its statistics, if it has any."""
+        row, copy, task = int(rows[0]), None, self.context.task
+        if self.statistics is not None:
+            statistics = self.statistics[row]
+            if stage == "local":
+                statistics = self.local.statistics.get(row, statistics)
+            copy = statistics.to(self.context.device, copy=True)
+        own = task.of_client(int(self.ids[row])) if task.own_models else None
+        self.context.programs.open_client(own, copy)
         return copy
 
     def _take_phase(self, phase: Phase, state: Any, group: ClientGroup, index: PhaseIndex) -> Any:

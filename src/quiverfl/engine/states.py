@@ -46,6 +46,11 @@ def initial_states(
     for row, client in enumerate(ids):
         if not settings.common_init:
             point = cast(task.initial_params(settings.seed, 1 + int(client)))
+        if task.own_models:
+            at = int(client), settings.seed
+            start_at = 0 if settings.common_init else 1 + int(client)
+            common = task.with_own_part(common, *at, 0)
+            point = task.with_own_part(point, *at, start_at)
         random = stream(settings.seed, "start", int(client))
         samples = int(context.examples.sizes[row])
         start = Start(point, common, samples, random, *shapes)

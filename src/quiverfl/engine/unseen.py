@@ -93,7 +93,7 @@ class UnseenClients:
         def test_group(group: ClientGroup) -> None:
             params = Params(shared[group.rows], personal[group.rows])
             if statistics is not None:
-                self._context.programs.open_client(statistics[group.rows].clone())
+                self._context.programs.open_client(None, statistics[group.rows].clone())
             self._record(before, params, group, round)
             index = PhaseIndex(0, ADAPT)  # the first round's rate: they have not trained yet
             fitted, *_ = self._trainer.train(self._phase, params, group, index)
@@ -175,7 +175,7 @@ class UnseenClients:
                 group = ClientGroup(np.full(len(theirs), row), theirs)
                 if self._shard.statistics is not None:
                     own = self._shard.statistics[int(theirs[0])]
-                    self._context.programs.open_client(own.to(self._context.device))
+                    self._context.programs.open_client(None, own.to(self._context.device))
                 metrics = compute_metrics(self._context, self._context.examples, params, group)
                 losses.append(metrics["loss"])
             found.append(self._participants[np.argmin(np.concatenate(losses))])
@@ -215,6 +215,11 @@ def check_unseen(
         raise QuiverError(
             'data.unseen with privacy.name = "update": what a client is handed when it comes later '
             'would carry no noise. Leave data.unseen out, or set privacy.name = "dp_sgd".'
+        )
+    if task.own_models:
+        raise QuiverError(
+            "data.unseen with a model for each client: which one somebody has who comes later, "
+            "nobody knows. Leave data.unseen out, or give one model for all."
         )
     if unseen.part == "personal" and not task.personal_layout.size:
         raise QuiverError(

@@ -199,7 +199,7 @@ class Run(AnyRun):
         """
         point = self._point(client, stage)
         statistics = self._shard.model_statistics(self._row(client), stage)
-        model = self._task.make_module(point, statistics)
+        model = self._task.of_client(client).make_module(point, statistics)
         normalize = self._data.normalize or self._data.prepare
         return model if normalize is None else Prepared(model, normalize, self._task.inputs).eval()
 
@@ -209,14 +209,15 @@ class Run(AnyRun):
         state = self._shard.state
         kinds = field_roles(type(state))
         fields = {
-            name: self._named(role, getattr(state, name)[row].clone())
+            name: self._named(client, role, getattr(state, name)[row].clone())
             for name, role in kinds.items()
         }
         return ClientState({"mu": torch.ones((), dtype=torch.float64), **fields})
 
     def parameters(self, client: int, stage: Stage = "mixed") -> dict[str, Tensor]:
         """The trained parameters of the client's model, by name; running statistics with them."""
-        named = self._task.named_params(self._point(client, stage))
+        point = self._point(client, stage)
+        named = self._task.of_client(client).named_params(point)
         statistics = self._shard.model_statistics(self._row(client), stage)
         if statistics is not None:
             named |= self._task.statistics_layout.split(statistics)
@@ -271,8 +272,9 @@ class Run(AnyRun):
                 target.finish(self.summary, adaptation_phase(simulation.method, simulation.task))
         return target.path
 
-    def _named(self, role: Role, leaf: Tensor) -> Any:
-        layouts = {"shared": self._task.shared_layout, "personal": self._task.personal_layout}
+    def _named(self, client: int, role: Role, leaf: Tensor) -> Any:
+        task = self._task.of_client(client)
+        layouts = {"shared": task.shared_layout, "personal": task.personal_layout}
         return leaf if role not in layouts else layouts[role].split(leaf)
 
     def _row(self, client: int) -> int:

@@ -78,6 +78,11 @@ def check_transforms(
             f'adversary.name = "forged_mass": {method.title} carries no push-sum mass to forge; '
             "choose another attack, or a push-sum method (dfedpgp, osgp)."
         )
+    if task.own_models and transforms.adversary is not None and transforms.adversary.flips_labels:
+        raise QuiverError(
+            'adversary.name = "label_flip" with a model for each client: they do not have the same '
+            "labels to flip. Choose another attack."
+        )
     poison_training_data(transforms, data, settings.seed)
 
 

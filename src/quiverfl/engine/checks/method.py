@@ -11,7 +11,12 @@ from typing import Any, get_args
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checks.functions import check_functions
-from quiverfl.engine.checks.model import check_batch_sizes, check_model
+from quiverfl.engine.checks.model import (
+    check_batch_sizes,
+    check_model,
+    check_own_models,
+    check_sent_parts,
+)
 from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.execution import check_compile, check_kernels
 from quiverfl.engine.local.trainer import phase_settings
@@ -72,11 +77,14 @@ def check_fit(
     first = check_graph(method, topology(0))
     if topology.reports is not None:
         _can_look(method, topology.name, first)
-    check_model(task, data, settings.executor)
+    check = check_own_models if task.own_models else check_model
+    check(task, data, settings.executor)
     check_batch_sizes(task, data, method.phases(task), training)
     check_compile(task, data, method, settings)
     check_kernels(task, settings)
     probe = ModelProbe.here(task, data, settings.dtype)
+    if task.own_models:
+        check_sent_parts(task, method, probe.first_state(method))
     check_functions(method, task, probe, training, alike=first.one_row)
     if task.buffers == "mixed" and task.statistics_layout.names:
         state = probe.first_state(method)

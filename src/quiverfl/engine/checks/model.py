@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from quiverfl.engine.local.model_rng import KeyedRandomMode
 from quiverfl.engine.local.programs import Program, Sequential
 from quiverfl.engine.local.trainer import phase_settings
 from quiverfl.errors import QuiverError
-from quiverfl.methods.contract import Phase, Train
+from quiverfl.methods.contract import Method, Phase, Train
+from quiverfl.methods.state import select_fields
 from quiverfl.objectives import Metric, cross_entropy
 from quiverfl.task import Params, Task
 from quiverfl.training import Training
@@ -87,6 +89,48 @@ def check_model(task: Task, data: FederatedData, executor: str = "auto") -> None
         reason = ModelProbe(task, program, task.initial_params(0), x, y).why_not_stacked(loops=True)
         if reason is not None:
             refuse_stacked(reason)
+
+
+def check_own_models(task: Task, data: FederatedData, executor: str) -> None:
+    """As `check_model`, where clients have models of their own: each on its own client's data."""
+    if len(task.own_models) != data.clients:
+        raise QuiverError(
+            f"Task.model lists {len(task.own_models)} models for {data.clients} clients: give one "
+            "for each. On ranks clients have one model for all."
+        )
+    if executor == "vectorized" and task.one_by_one is not None:
+        refuse_stacked(task.one_by_one)
+    highest: dict[int, tuple[int, int]] = {}
+    for client in range(data.clients):
+        most, kind = -1, id(task.of_client(client))
+        if data.classes is not None:
+            labels = [split.of_client(client)[1] for split in (data.train, data.test)]
+            most = max((int(y.max()) for y in labels if len(y)), default=-1)
+        highest[kind] = max(highest.get(kind, (-1, client)), (most, client))
+    for most, client in highest.values():
+        classes = None if data.classes is None else most + 1
+        try:
+            own = replace(data.select([client]), classes=classes)
+            check_model(task.of_client(client), own, executor)
+        except QuiverError as error:
+            raise QuiverError(f"client {client}: {error}") from error
+
+
+def check_sent_parts(task: Task, method: Method, state: Any) -> None:
+    """Refuse a method that sends more than the shared part, where the other part differs.
+
+    NaN in the personal part is followed.
+    """
+    fields = select_fields(state, "personal")
+    gone = {name: torch.full_like(leaf, float("nan")) for name, leaf in fields.items()}
+    sizes = ((), (task.shared_layout.size,))
+    for name, leaf in method.message(state._replace(**gone)).items():
+        if tuple(leaf.shape) not in sizes or leaf.isnan().any():
+            raise QuiverError(
+                f"{method.title} sends {name!r} of shape {tuple(leaf.shape)}, and clients have "
+                "personal parts of their own, which cannot be averaged: use a method that sends "
+                "the shared part alone, such as dfedpgp, fedper or fedrep."
+            )
 
 
 def check_batch_sizes(

@@ -111,8 +111,8 @@ class ModelProbe:
         Where vmap has no rule for an operation it loops over the clients, slowly. That counts as
         something it cannot do, unless `loops` are allowed.
         """
-        if self._task.statistics_layout.names:
-            return "batches of several clients are padded, which its running statistics would count"
+        if self._task.one_by_one is not None:
+            return self._task.one_by_one
         point = Params(*(torch.stack([part, part]) for part in self._point))
         x, y = (
             tree_map(lambda leaf: torch.stack([leaf, leaf]), part) for part in (self._x, self._y)

@@ -57,6 +57,8 @@ class Program:
     head: str | None
     inputs: InputStyle = "arguments"
     statistics: Layout = NOTHING
+    padding: int = 0
+    """How much shorter the personal part is than the longest of all clients."""
 
     @classmethod
     def of(cls, task: Task, dtype: torch.dtype, device: torch.device) -> Program:
@@ -64,6 +66,12 @@ class Program:
         module.requires_grad_(False)
         layouts = (task.shared_layout, task.personal_layout)
         return cls(module, *layouts, task.loss, task.head, task.inputs, task.statistics_layout)
+
+    def for_client(self, task: Task) -> Program:
+        """The same for a client's own model, whose personal part may be shorter."""
+        like = next(self.module.parameters())
+        own = Program.of(task, like.dtype, like.device)
+        return replace(own, padding=self.personal.size - own.personal.size)
 
     def another(self) -> Program:
         """The same on a module of its own; what is the same for all clients is not copied."""
@@ -176,31 +184,41 @@ class ProgramPool:
 
     def __init__(self, template: Program) -> None:
         self._template = template
-        self._programs: dict[tuple[int, int], Program] = {}
-        self._statistics: dict[int, Tensor] = {}
+        self._programs: dict[tuple[int, int, int], Program] = {}
+        self._templates: dict[int, Program] = {}
+        self._opened: dict[int, tuple[Task | None, Tensor | None]] = {}
 
     def take(self, slot: int = 0, model: int = 0) -> Program:
         """The worker's own, as a module can be bound to one model at a time.
 
         `model` says which of the client's models it is, as each has running statistics of its own.
         """
-        key = (WORKER.index, slot)
+        own, _ = self._opened.get(WORKER.index, (None, None))
+        template = self._template if own is None else self._templates[id(own)]
+        key = (WORKER.index, slot, 0 if own is None else id(own))
         if key not in self._programs:
             # Of one that nobody computes on: a copy made meanwhile would be of a model in use.
-            self._programs[key] = self._template.another()
+            self._programs[key] = template.another()
         program = self._programs[key]
         if program.statistics.names:
             program.bind_statistics(self.statistics[model])
         return program
 
-    def open_client(self, statistics: Tensor) -> None:
-        """From here on this worker's modules keep their statistics in [models, size], in place."""
-        self._statistics[WORKER.index] = statistics
+    def open_client(self, own: Task | None, statistics: Tensor | None) -> None:
+        """From here on this worker's modules are of this client's own model, if it has one.
+
+        They keep their statistics in [models, size], in place.
+        """
+        if own is not None and id(own) not in self._templates:
+            self._templates[id(own)] = self._template.for_client(own)
+        self._opened[WORKER.index] = own, statistics
 
     @property
     def statistics(self) -> Tensor:
         """Those of the client that this worker opened last."""
-        return self._statistics[WORKER.index]
+        statistics = self._opened[WORKER.index][1]
+        assert statistics is not None
+        return statistics
 
 
 class Executor(Protocol):
@@ -309,7 +327,10 @@ class Sequential:
             inputs = tree_map(self._first, batch.inputs)
             seen = _one(program.call(None, inputs, features, draws))
             loss = _total(losses(seen, batch.targets, 1), batch.weights)
-            return _flat_gradient(loss, leaves, 1)
+            found = _flat_gradient(loss, leaves, 1)
+            if program.padding and part != "shared":
+                found = nn.functional.pad(found, (0, program.padding))
+            return found
 
         return gradient
 

@@ -148,9 +148,9 @@ class Trainer:
     def trains_on_features(self, phase: Train) -> bool:
         """Whether a head is trained on a body that stands still, and nothing else looks at it."""
         # With augmentation or dropout the body sees something else at every visit, and BatchNorm
-        # sees another batch.
+        # sees another batch; heads that differ were not looked at.
         still = not self.context.examples.augmented and not self.context.draws
-        still = still and not self.context.task.statistics_layout.names
+        still = still and self.context.task.one_by_one is None
         return still and self._head_is_last and _trains_head_only(phase)
 
 
