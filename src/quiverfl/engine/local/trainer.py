@@ -65,6 +65,8 @@ class Trainer:
     ) -> Trainer:
         """Trace the model once: tracing changes how modules are called, also in other threads."""
         trainer, task = cls(context, personal), context.task
+        if task.one_by_one is not None:  # BatchNorm sees another batch; other heads were not traced
+            return trainer
         if any(isinstance(phase, Train) and _trains_head_only(phase) for phase in phases):
             trainer._head_is_last = head_is_last(task.skeleton, task.head)
         return trainer
@@ -147,10 +149,8 @@ class Trainer:
 
     def trains_on_features(self, phase: Train) -> bool:
         """Whether a head is trained on a body that stands still, and nothing else looks at it."""
-        # With augmentation or dropout the body sees something else at every visit, and BatchNorm
-        # sees another batch; heads that differ were not looked at.
+        # With augmentation or dropout the body sees something else at every visit.
         still = not self.context.examples.augmented and not self.context.draws
-        still = still and self.context.task.one_by_one is None
         return still and self._head_is_last and _trains_head_only(phase)
 
 
