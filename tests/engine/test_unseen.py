@@ -260,7 +260,7 @@ SENT = {
     "local": (False, False),
     "fedproto": (False, False),
     **dict.fromkeys(("fedper", "fedrep", "fedbabu", "dfedavgmp"), (True, False)),
-    **dict.fromkeys(("dfedpgp", "dfedpgpsam"), (True, False)),
+    **dict.fromkeys(("dfedpgp", "dfedpgpsam", "dfedsalt", "deprl"), (True, False)),
 }
 
 
