@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,11 @@ from torch import Tensor, nn
 
 import quiverfl as qv
 from quiverfl.data.batches import batch_order
+from quiverfl.data.federated import number_own_labels
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverWarning
+from quiverfl.runs.export import export_client
+from quiverfl.runs.folder import RunFolder
 from quiverfl.runs.simulate import Simulation
 
 CLASSES, SIZES, ROUNDS = (3, 7, 2, 5), (8, 9, 7, 6), 3
@@ -226,3 +231,46 @@ def test_nobody_knows_the_model_of_a_client_that_comes_later() -> None:
     )
     with pytest.raises(qv.QuiverError, match=r"data.unseen with a model for each client"):
         simulation.check()
+
+
+def test_labels_of_each_client_by_configuration(tmp_path: Path) -> None:
+    """`task.labels = "own"`: as many outputs as a client has classes, from run to exported file."""
+    settings = {
+        "data": {"name": "digits", "clients": 4, "samples_per_client": 30, "seed": 0},
+        "model": {"name": "mlp", "hidden": [6]},
+        "method": {"name": "dfedpgp", "shared_epochs": 1},
+        "topology": {"name": "ring"},
+        "task": {"labels": "own"},
+        "run": {"rounds": 2, "threads": 1, "executor": "sequential"},
+    }
+    settings["data"] |= {"partition": "dirichlet", "alpha": 0.3}
+    made = qv.Experiment.of(settings)
+    common = qv.Experiment.of({**settings, "task": {}})
+    sizes = set()
+    for client in range(4):
+        classes = made.own_classes(client)
+        assert classes is not None
+        sizes.add(len(classes))
+        for ours, theirs in (
+            (made.data.train, common.data.train),
+            (made.data.test, common.data.test),
+        ):
+            numbers, labels = ours.of_client(client)[1], theirs.of_client(client)[1]
+            assert [classes[n] for n in numbers.tolist()] == [str(n) for n in labels.tolist()]
+        own = made.task.of_client(client).personal_layout
+        assert own.shapes[own.names.index("head.weight")] == (len(classes), 6)
+    assert len(sizes) > 1
+    made.run(tmp_path / "own")
+    out = tmp_path / "one.safetensors"
+    lines = [*export_client(RunFolder(tmp_path / "own"), 2, "mixed", out)]
+    wanted = made.own_classes(2)
+    assert wanted is not None
+    assert json.loads(out.with_suffix(".json").read_text())["classes"] == list(wanted)
+    assert any(f"make_model('mlp', (1, 8, 8), {len(wanted)}, " in line for line in lines)
+
+
+def test_own_labels_need_labels() -> None:
+    r = np.random.default_rng(0)
+    pair = [(r.normal(size=(4, 6)), r.normal(size=4))] * 2
+    with pytest.raises(qv.QuiverError, match=r"task.labels = .own. needs one class label"):
+        number_own_labels(qv.FederatedData.from_arrays(pair, pair))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import quiverfl as qv
 from quiverfl.data.batches import batch_order
 from quiverfl.errors import QuiverWarning
 from quiverfl.methods.contract import Interleaved
+from quiverfl.runs.export import export_client
+from quiverfl.runs.folder import RunFolder
 from small import CLIENTS, METHODS, PUSH, REGULAR, TRAINING, TinyNormed, normed_task, tiny_data
 
 SIZES, ROUNDS, SEED = (5, 9, 7, 6), 3, 1
@@ -558,3 +562,51 @@ def test_a_client_that_comes_later_begins_with_what_is_sent(buffers: Any) -> Non
     nn.functional.cross_entropy(model.train()(x), y).backward()
     optimizer.step()
     assert last["fitted"] == pytest.approx(loss(), abs=1e-12)
+
+
+NORMED_MODEL = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(shape[0], 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+        )
+        self.head = nn.Linear(144, classes)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+"""
+
+
+def test_fed_bn_by_configuration_in_a_folder_and_exported(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`personal = "batch_norm"` with fedper; the file that is exported has the statistics."""
+    (tmp_path / "normed_model.py").write_text(NORMED_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {
+        "data": {"name": "digits", "clients": 3, "samples_per_client": 20, "partition": "iid"},
+        "model": {"name": "normed_model:Net", "personal": "batch_norm"},
+        "method": {"name": "fedper", "epochs": 1, "weighting": "uniform"},
+        "topology": {"sampled": 2},
+        "run": {"rounds": 2, "threads": 1, "keep_local": True},
+    }
+    experiment = qv.Experiment.of(settings)
+    assert experiment.task.personal == ("body.1",)
+    mixed = qv.Experiment.of({**settings, "task": {"buffers": "mixed"}})
+    assert mixed.task.buffers == "mixed"
+    experiment.run("normed")
+    lines = [*export_client(RunFolder(Path("normed")), 1, "mixed", Path("one.safetensors"))]
+    assert lines
+    run = qv.load_run("normed").run
+    model = experiment.task.model()
+    model.load_state_dict(load_file("one.safetensors"))
+    x, _ = run._data.test.of_client(1)
+    prepared = run.personal(1)
+    bare: Any = getattr(prepared, "model", prepared)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x.float()), bare(x.float()))
+    assert int(model.get_submodule("body.1").num_batches_tracked) > 0  # type: ignore[arg-type]

@@ -279,6 +279,32 @@ class FederatedData(ReprCard):
         return replace(self.select(stay.tolist()), unseen=held)
 
 
+def number_own_labels(data: FederatedData) -> tuple[FederatedData, list[Integers]]:
+    """Labels numbered from 0 at every client, and which classes its numbers stand for."""
+    if data.classes is None or not isinstance(data.train.y, Tensor):
+        raise QuiverError(
+            'task.labels = "own" needs one class label per sample; leave it out where numbers, '
+            "several labels or words are learned."
+        )
+    known: list[Integers] = []
+    numbered = [split.y.clone() for split in (data.train, data.test)]
+    for client in range(data.clients):
+        rows = [
+            slice(int(split.offsets[client]), int(split.offsets[client + 1]))
+            for split in (data.train, data.test)
+        ]
+        both = torch.cat([y[own] for y, own in zip(numbered, rows, strict=True)])
+        classes: Integers = np.unique(both.numpy())
+        for y, own in zip(numbered, rows, strict=True):
+            y[own] = torch.searchsorted(torch.from_numpy(classes), y[own])
+        known.append(classes)
+    train, test = (
+        replace(split, y=y) for split, y in zip((data.train, data.test), numbered, strict=True)
+    )
+    most = max((len(classes) for classes in known), default=0)
+    return replace(data, train=train, test=test, classes=most), known
+
+
 def _describe_inputs(x: Any) -> str:
     """The shape of one example; of a tree of tensors, its parts."""
     if isinstance(x, Tensor):

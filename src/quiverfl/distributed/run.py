@@ -109,6 +109,11 @@ def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
             "data.unseen on several ranks: clients that nobody has seen are tested in one process; "
             "run it without --ranks, or leave data.unseen out."
         )
+    if config.task.labels == "own":
+        raise QuiverError(
+            'task.labels = "own" on several ranks: clients with models of their own are computed '
+            "in one process; run it without --ranks, or leave task.labels out."
+        )
     dataset, method = load_data(config), make_method(config)
     partition = partition_data(config, dataset)
     settings = config.run.for_clients(partition.clients)

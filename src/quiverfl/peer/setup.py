@@ -21,6 +21,7 @@ from quiverfl.data.sources import load_dataset
 from quiverfl.data.sources.arrays import format_names
 from quiverfl.engine.checks.functions import check_functions
 from quiverfl.engine.checks.messages import check_transforms
+from quiverfl.engine.checks.model import check_batch_sizes
 from quiverfl.engine.checks.peers import MessageSplit, check_peer_method, choose_message_split
 from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.exchange.build import poison_training_data
@@ -127,6 +128,11 @@ def build_learner(folder: PeerFolder) -> PeerParts:
     if config.run.gradients:
         text = "run.gradients: no peer can measure them alone; only the simulation records them."
         warnings.warn(text, QuiverWarning, stacklevel=2)
+    if config.task.labels == "own":
+        raise QuiverError(
+            'task.labels = "own" is for simulations: a peer with data of its own makes its own '
+            "model anyway. Leave it out."
+        )
     if config.run.patience is not None or config.track != TrackConfig():
         raise QuiverError(
             "run.patience and [track] are for simulations: no peer knows the mean over clients. "
@@ -151,6 +157,7 @@ def build_learner(folder: PeerFolder) -> PeerParts:
         epochs_per_client=None if epochs is None else (epochs[number],),
     )
     check_kernels(task, own_settings)
+    check_batch_sizes(task, data, method.phases(task), config.training)
     probe = ModelProbe.here(task, data, settings.dtype)
     check_functions(method, task, probe, config.training, alike=True)
     transforms = config.transforms()

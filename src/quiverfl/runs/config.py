@@ -130,6 +130,8 @@ class TaskConfig(Section):
     """Whether the model takes several inputs as arguments, or as one tree."""
     buffers: Literal["personal", "mixed"] = "personal"
     """Running statistics (BatchNorm) stay with a client, or are averaged with the shared part."""
+    labels: Literal["common", "own"] = "common"
+    """`own`: a client's model tells apart the classes that this client has, and no others."""
 
     @field_validator("metrics", mode="before")
     @classmethod

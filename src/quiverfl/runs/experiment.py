@@ -9,12 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quiverfl.data.dataset import Dataset
-from quiverfl.data.federated import FederatedData, federate
+from quiverfl.data.federated import FederatedData, federate, number_own_labels
 from quiverfl.data.partition import Partition, check_partition, make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checks.method import check_method_parts
@@ -94,7 +96,11 @@ class Experiment(ReprCard):
         tests = config.data.unseen_options()
         data = federate(found, shares, augment, config.data.mapped, tests)
         topology = make_run_topology(config, method, data.clients)
-        return cls(config, found, make_task(config, found), data, shares, method, topology)
+        own = None
+        if config.task.labels == "own":
+            data, classes = number_own_labels(data)
+            own = [max(1, len(known)) for known in classes]
+        return cls(config, found, make_task(config, found, own), data, shares, method, topology)
 
     @classmethod
     def from_toml(cls, path: Path | str, **settings: Any) -> Experiment:
@@ -103,6 +109,13 @@ class Experiment(ReprCard):
         `settings` win over it: whole sections, run={"rounds": 5}, or keys, **{"run.rounds": 5}.
         """
         return cls.of(load_config(Path(path)).with_values(_keys(settings)))
+
+    def own_classes(self, client: int) -> tuple[str, ...] | None:
+        """The names of the classes that this client's model tells apart; None for all of them."""
+        if self.config.task.labels == "common":
+            return None
+        counts = self.partition.train_counts[client] + self.partition.test_counts[client]
+        return tuple(self.dataset.class_names[number] for number in np.flatnonzero(counts))
 
     def title(self) -> str:
         return f"Experiment with {self.method.title}"
@@ -380,7 +393,8 @@ def partition_data(config: Config, dataset: Dataset) -> Partition:
     return shares
 
 
-def make_task(config: Config, dataset: Dataset) -> Task:
+def make_task(config: Config, dataset: Dataset, own: Sequence[int] | None = None) -> Task:
+    """The configured task; `own` are the classes of every client, where each has its own."""
     options = config.model.options()
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     name, shape, outputs = config.model.name, dataset.input_shape, dataset.outputs
@@ -390,8 +404,12 @@ def make_task(config: Config, dataset: Dataset) -> Task:
                 f"model {name!r} cannot be made for several {what} ({', '.join(said)}): name a "
                 "model of your own, module:function."
             )
+    models = {
+        classes: partial(make_model, name, shape, classes, **options) for classes in set(own or ())
+    }
     return Task(
         model=lambda: make_model(name, shape, outputs, **options),
+        own_models=tuple(models[classes] for classes in own or ()),
         personal=config.model.personal,
         loss=config.task.loss,
         metrics=config.task.metrics,

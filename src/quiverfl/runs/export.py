@@ -165,7 +165,8 @@ def export_client(
     owner = {"client": client, "stage": stage, "rounds": len(run.rounds)}
     if names:
         owner["name"] = names[client]
-    yield from write_model(tensors, experiment.config, experiment.dataset, owner, out)
+    classes = experiment.own_classes(client)
+    yield from write_model(tensors, experiment.config, experiment.dataset, owner, out, classes)
     arguments, keywords = call_arguments(two_of(experiment.dataset.train_x), experiment.task.inputs)
     for kind in also:
         place = out.with_suffix(SUFFIXES[kind])
@@ -193,15 +194,25 @@ def refuse_other_files(out: Path, also: Iterable[str] = ()) -> None:
 
 
 def write_model(
-    tensors: Tensors, config: Config, dataset: Dataset, owner: Mapping[str, Any], out: Path
+    tensors: Tensors,
+    config: Config,
+    dataset: Dataset,
+    owner: Mapping[str, Any],
+    out: Path,
+    classes: Sequence[str] | None = None,
 ) -> Iterator[str]:
-    """`out` and a .json that describes it; what there is to say about them, line by line."""
+    """`out` and a .json that describes it; what there is to say about them, line by line.
+
+    `classes` are the names of the client's own, where it has not all of them.
+    """
     if out.suffix != ".safetensors":
         raise QuiverError(f"--out {out}: what is written is safetensors; let it end so.")
     durable.check_writable(out)
     described = out.with_suffix(".json")
     refuse_other_files(out)
     description = {"of": dict(owner), **_description(config, dataset)}
+    if classes is not None:
+        description["classes"] = list(classes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         safetensors.numpy.save_file(dict(tensors), str(out), {"format": "pt"})
@@ -209,7 +220,9 @@ def write_model(
     except (OSError, safetensors.SafetensorError) as problem:
         raise QuiverError(f"--out {out}: cannot be written: {problem}.") from problem
     yield f"{len(tensors)} tensors in {out}; {described} says what they are made for."
-    yield from _how_to_load(config, dataset, out)
+    yield from _how_to_load(
+        config, dataset, out, dataset.outputs if classes is None else len(classes)
+    )
 
 
 def _description(config: Config, dataset: Dataset) -> dict[str, Any]:
@@ -224,8 +237,8 @@ def _description(config: Config, dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def _how_to_load(config: Config, dataset: Dataset, out: Path) -> Iterator[str]:
-    words = [repr(value) for value in (config.model.name, dataset.input_shape, dataset.outputs)]
+def _how_to_load(config: Config, dataset: Dataset, out: Path, outputs: Any) -> Iterator[str]:
+    words = [repr(value) for value in (config.model.name, dataset.input_shape, outputs)]
     words += [f"{key}={value!r}" for key, value in config.model.options().items()]
     yield "To load them:"
     yield "    from safetensors.torch import load_file"
