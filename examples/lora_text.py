@@ -4,12 +4,15 @@ The text is Python's own standard library, which is wherever Python is. A langua
 characters is first trained on the modules that are single files. The clients are the packages
 (asyncio, email, json, …), each with its own words and habits; each adapts the model to itself.
 
-    python examples/lora_text.py            # about a minute and a half on one free core
-    python examples/lora_text.py --quick    # seconds: to see that it runs
+    python examples/lora_text.py               # about a minute and a half on one free core
+    python examples/lora_text.py --quick       # seconds: to see that it runs
+    python examples/lora_text.py --freeze-a    # A as drawn, only B is trained (FFA-LoRA)
+    python examples/lora_text.py --alternate   # B in one round, A in the next (RoLoRA)
 
 Three ways, the same data and rounds: adapters alone at every client (Local), adapters shared and
 heads personal (DFedPGP), and everything fine-tuned (DFedPGP). Beside the perplexity: what a client
-keeps and sends.
+keeps and sends. The last two options exist because an average of products B A is not the product of
+the averages; if one factor is the same for all, it is.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import argparse
 import sysconfig
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -100,10 +105,66 @@ def owned_text(
     )
 
 
+class AlternatingState(NamedTuple):
+    u: qv.Shared
+    v: qv.Personal
+    mu: qv.Scalar
+    round: qv.Scalar
+
+
+@dataclass(frozen=True)
+class AlternatingLoRA(qv.DFedPGP):
+    """DFedPGP whose clients train the Bs in even rounds and the As in odd ones.
+
+    Both are sent, so that the factor that rests comes ever closer to being the same for all. Weight
+    decay would move it, too: leave it at 0.
+    """
+
+    name = "alternating_lora"
+    title = "Alternating LoRA"
+
+    def init(self, task: qv.Task, start: qv.Start) -> AlternatingState:
+        state = super().init(task, start)
+        return AlternatingState(state.u, state.v, state.mu, torch.zeros_like(state.mu))
+
+    def phases(self, task: qv.Task) -> tuple[qv.Train, ...]:
+        """Those of DFedPGP, but the gradient of the factor that rests is 0."""
+        layout = task.shared_layout
+        of_a = layout.join(
+            {
+                name: torch.full(shape, float(name.endswith("lora_A")))
+                for name, shape in zip(layout.names, layout.shapes, strict=True)
+            }
+        )
+
+        def rest(gradient: qv.Params, params: qv.Params, state: AlternatingState) -> qv.Params:
+            trains_a = torch.remainder(state.round, 2).to(gradient.shared)
+            mask = of_a.to(gradient.shared)
+            chosen = mask * trains_a + (1 - mask) * (1 - trains_a)
+            return qv.Params(gradient.shared * chosen, gradient.personal)
+
+        personal, shared = super().phases(task)
+        return personal, replace(shared, gradient=rest)
+
+    def merge(self, state: AlternatingState, mixed: qv.Message) -> AlternatingState:
+        return super().merge(state, mixed)._replace(round=state.round + 1)
+
+
+def freeze_a(model: nn.Module) -> nn.Module:
+    """Leave every A as it was drawn, which is the same for all clients."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_A"):
+            parameter.requires_grad_(False)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rank", type=int, default=4)
+    factors = parser.add_mutually_exclusive_group()
+    factors.add_argument("--freeze-a", action="store_true")
+    factors.add_argument("--alternate", action="store_true")
     wanted = parser.parse_args()
     steps, rounds, train, files = (3, 1, 3, 6) if wanted.quick else (300, 4, 24, None)
     packages = PACKAGES[:5] if wanted.quick else PACKAGES
@@ -116,15 +177,18 @@ def main() -> None:
         return model
 
     def adapted() -> nn.Module:
-        return qv.lora(whole(), rank=wanted.rank)
+        model = qv.lora(whole(), rank=wanted.rank)
+        return freeze_a(model) if wanted.freeze_a else model
 
     clients = data.clients
     isolated = qv.isolated(clients=clients)
     push = qv.random_push(clients=clients, neighbors=3, seed=0)
     local, dfedpgp = qv.Local(epochs=3), qv.DFedPGP(personal_epochs=1, shared_epochs=2)
+    alternating = AlternatingLoRA(personal_epochs=1, shared_epochs=2)
+    adapters = alternating if wanted.alternate else dfedpgp
     ways = (
         ("adapters, alone", adapted, local, isolated),
-        ("adapters shared, heads personal", adapted, dfedpgp, push),
+        ("adapters shared, heads personal", adapted, adapters, push),
         ("everything shared, heads personal", whole, dfedpgp, push),
     )
     body = sum(parameter.numel() for parameter in Text().parameters())

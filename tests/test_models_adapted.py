@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -146,3 +150,63 @@ def test_norms_that_cannot_be_replaced() -> None:
         qv.group_norm(nn.Sequential(nn.LazyBatchNorm2d()))
     with pytest.raises(qv.QuiverError, match="groups = 0"):
         qv.group_norm(nn.Linear(2, 2), groups=0)
+
+
+def load_example() -> Any:
+    """The module examples/lora_text.py."""
+    path = Path(__file__).parents[1] / "examples" / "lora_text.py"
+    spec = importlib.util.spec_from_file_location("lora_text", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["lora_text"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_alternating_adapters_train_one_factor_a_round() -> None:
+    """The option of examples/lora_text.py: B in even rounds, A in odd ones."""
+    example = load_example()
+    draw = np.random.default_rng(0)
+    pairs = [(draw.normal(size=(6, 5, 8)), draw.integers(0, 3, (6, 5))) for _ in range(3)]
+    task = qv.Task(lambda: qv.lora(Net(), rank=2), loss="next_token")
+    data = qv.FederatedData.from_arrays(pairs, pairs)
+
+    def factors(rounds: int) -> dict[str, Tensor]:
+        run = qv.simulate(
+            task,
+            data,
+            method=example.AlternatingLoRA(shared_epochs=1),
+            topology=qv.random_push(clients=3, neighbors=1, seed=0),
+            training=qv.Training(lr=0.5, momentum=0.9, batch_size=3),
+            rounds=rounds,
+            dtype=torch.float64,
+        )
+        found = [run.parameters(client) for client in range(3)]
+        return {
+            letter: torch.stack(
+                [
+                    torch.cat([p.flatten() for n, p in one.items() if n.endswith(letter)])
+                    for one in found
+                ]
+            )
+            for letter in ("lora_A", "lora_B")
+        }
+
+    start = task.named_params(task.initial_params(0))
+    first = torch.cat([p.flatten() for n, p in start.items() if n.endswith("lora_A")]).double()
+    one, two = factors(1), factors(2)
+    torch.testing.assert_close(one["lora_A"], first.expand(3, -1), rtol=0, atol=1e-12)
+    assert float(one["lora_B"].abs().min(dim=0).values.max()) > 1e-3
+    assert float((two["lora_A"] - first).abs().max()) > 1e-4
+    # The Bs rest in the second round: what clients hold of them are averages of what they held.
+    low, high = one["lora_B"].min(dim=0).values, one["lora_B"].max(dim=0).values
+    assert bool((two["lora_B"] >= low - 1e-12).all())
+    assert bool((two["lora_B"] <= high + 1e-12).all())
+
+
+def test_a_frozen_a_is_neither_trained_nor_sent() -> None:
+    example = load_example()
+    task = qv.Task(lambda: example.freeze_a(qv.lora(Net(), rank=2)))
+    assert task.shared_layout.names
+    assert all(name.endswith("lora_B") for name in task.shared_layout.names)

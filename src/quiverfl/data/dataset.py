@@ -6,7 +6,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -111,6 +111,16 @@ class Dataset(ReprCard):
             **({"owners": format_thousands(owners)} if owners else {}),
             **({"notes": " ".join(self.notes)} if self.notes else {}),
         }
+
+    def with_normalization(self, mean: Sequence[float], std: Sequence[float]) -> Dataset:
+        """The same examples, standardised by these numbers per channel, as given weights want it.
+
+        Those of images are on the scale of [0, 1].
+        """
+        if not self.is_single_array or self.is_ids:
+            raise QuiverError(f"{self.name}: only a single array of numbers can be normalised.")
+        # The examples are the same, so the digest stays.
+        return replace(self, mean=tuple(mean), std=tuple(std), known_digest=self.digest)
 
     @property
     def input_shape(self) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from quiverfl.errors import QuiverError
 from quiverfl.models.networks import MLP, cnn_small, fedavg_cnn, lenet5
+from quiverfl.models.pretrained import pretrained
 from quiverfl.models.resnet import resnet8_gn, resnet18_gn
 from quiverfl.support.references import Registry, check_options, describe_origin
 
@@ -27,6 +28,8 @@ _MODELS: dict[str, ModelFactory] = {
     "resnet18_gn": resnet18_gn,
 }
 MODELS = Registry("model", _MODELS, own="module:function")
+PRETRAINED = "pretrained"
+"""No model of its own: a network of yours, with its weights, under a fresh head."""
 
 
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
@@ -51,6 +54,6 @@ def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options:
 
 def check_model(name: str, options: Iterable[str]) -> ModelFactory:
     """The function behind a model's name; options that it does not take are refused."""
-    factory = MODELS.find(name)
+    factory = pretrained if name == PRETRAINED else MODELS.find(name)
     check_options(f"model {name!r}", factory, options, "model", given=("input_shape", "classes"))
     return factory

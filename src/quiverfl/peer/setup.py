@@ -57,6 +57,7 @@ from quiverfl.runs.experiment import (
     make_method,
     make_run_topology,
     make_task,
+    normalize_inputs,
     partition_data,
 )
 from quiverfl.seeds import stream
@@ -190,7 +191,7 @@ def load_peer_dataset(folder: PeerFolder, config: Config) -> Dataset:
     """Load this peer's own data set, or the run's."""
     if folder.own.data is None:
         return load_data(config)
-    return load_own_dataset(folder.own.data, folder.path)
+    return normalize_inputs(config, load_own_dataset(folder.own.data, folder.path))
 
 
 def load_own_dataset(own: OwnData, folder: Path) -> Dataset:

@@ -25,7 +25,8 @@ from quiverfl.errors import Interrupted, QuiverError, Stopped
 from quiverfl.methods import METHODS
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import adaptation_phase
-from quiverfl.models import MODELS, make_model
+from quiverfl.models import MODELS, PRETRAINED, make_model
+from quiverfl.models.pretrained import hash_weights
 from quiverfl.runs.callbacks import make_trackers
 from quiverfl.runs.config import Config, TrackConfig, parse_config
 from quiverfl.runs.config_files import load_config
@@ -90,7 +91,7 @@ class Experiment(ReprCard):
         if not isinstance(config, Config):
             config = _parsed({} if config is None else config, dataset)
         method = make_method(config)
-        found = load_data(config) if dataset is None else dataset
+        found = load_data(config) if dataset is None else normalize_inputs(config, dataset)
         shares = partition_data(config, found)
         augment = None if config.data.augment == "none" else config.data.augment
         tests = config.data.unseen_options()
@@ -339,15 +340,32 @@ def make_method(config: Config) -> Method:
 
 
 def load_data(config: Config) -> Dataset:
+    return normalize_inputs(config, _load_source(config))
+
+
+def _load_source(config: Config) -> Dataset:
     return load_dataset(config.data.name, config.data.root, **config.data.options)
+
+
+def normalize_inputs(config: Config, dataset: Dataset) -> Dataset:
+    """The data as the weights of a pretrained network want it; else as it is standardised."""
+    if config.model.name != PRETRAINED:
+        return dataset
+    statistics = getattr(make_task(config, dataset).skeleton, "input_statistics", None)
+    return dataset if statistics is None else dataset.with_normalization(*statistics)
 
 
 def digest_inputs(config: Config, dataset: Dataset) -> dict[str, str]:
     """Digests of what a run is made from beside its configuration: its data and your own code."""
     own = [config.data.name, config.model.name, config.method.name, config.topology.name]
     own += [config.task.loss, *(config.task.metrics or ())]
+    options = config.model.options() if config.model.name == PRETRAINED else {}
+    own += [name for name in (options.get("source"),) if isinstance(name, str)]
     code = {f"code of {name}": hash_source(name) for name in own if is_reference(name)}
-    return {f"data {config.data.name}": dataset.digest, **code}
+    weights = {}
+    if options.get("weights"):
+        weights["weights of the model"] = hash_weights(Path(options["weights"]).expanduser())
+    return {f"data {config.data.name}": dataset.digest, **code, **weights}
 
 
 def digest_available_inputs(config: Config, shelf: DatasetCache) -> dict[str, str]:
@@ -369,8 +387,8 @@ class DatasetCache:
         data = config.data
         key = json.dumps([data.name, data.root, data.options], default=str)
         if key not in self._loaded:
-            self._loaded[key] = load_data(config)
-        return self._loaded[key]
+            self._loaded[key] = _load_source(config)
+        return normalize_inputs(config, self._loaded[key])
 
 
 def partition_data(config: Config, dataset: Dataset) -> Partition:
