@@ -171,9 +171,9 @@ def find_weights(path: Path) -> Path:
 
 
 def hash_weights(path: Path) -> str:
+    """Of their file: another file under the same name makes another run."""
     with find_weights(path).open("rb") as file:
-        digest: str = hashlib.file_digest(file, "sha256").hexdigest()
-    return digest
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _load(network: nn.Module, path: Path, head: str) -> None:
