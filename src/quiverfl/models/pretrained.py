@@ -141,7 +141,8 @@ def _make_network(source: str | Callable[..., nn.Module], options: Mapping[str, 
 
 def _find_head(network: nn.Module, head: str | None) -> str:
     """The name of the layer that is replaced."""
-    linear = [name for name, layer in network.named_modules() if type(layer) is nn.Linear and name]
+    modules = network.named_modules()
+    linear: list[str] = [name for name, layer in modules if type(layer) is nn.Linear and name]
     if head is not None:
         if head in linear:
             return head
