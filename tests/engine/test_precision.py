@@ -57,7 +57,7 @@ def test_bf16_computes_the_model_in_bfloat16_and_nothing_else(
         ({"compile": True, "precision": "bf16"}, 'without precision = "bf16"'),
         ({"states": "elsewhere"}, "states = 'elsewhere'"),
         ({"chunk": 0}, "chunk = 0"),
-        ({"device": "mps"}, "no float64"),
+        ({"device": "mps", "dtype": torch.float64}, "no float64"),
     ],
     ids=str,
 )

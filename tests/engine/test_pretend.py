@@ -6,6 +6,7 @@ is copied between host and device and nothing is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.history import History
 from quiverfl.engine.local.examples import Examples
 from quiverfl.models import MODELS, make_model
+from quiverfl.support.environment import NO_FLOAT64
 from small import AWAY, METHODS, PUSH, SOME, STAR, TinyModel, simulate, states, tiny_data, tiny_task
 
 Simulate = Callable[..., qv.Run]
@@ -263,3 +265,109 @@ def test_the_device_refuses_what_a_gpu_would() -> None:
         with pytest.raises(RuntimeError, match="generator"):
             torch.rand(3, device=DEVICE, generator=torch.Generator())
         assert float(there.sum()) == 0
+
+
+@contextlib.contextmanager
+def without_float64() -> Iterator[None]:
+    """The pretended device is like Apple's GPUs: any float64 on it raises."""
+    NO_FLOAT64.add("pretend")
+    try:
+        yield
+    finally:
+        NO_FLOAT64.remove("pretend")
+
+
+def narrow_cases() -> Iterator[Any]:
+    """Every method on its first graph; the slow ones with both executors."""
+    seen: set[type] = set()
+    for method, graphs in METHODS:
+        quick = type(method) in (qv.DFedPGP, qv.DisPFL, qv.APFL) and type(method) not in seen
+        seen.add(type(method))
+        for executor in ("vectorized", "sequential"):
+            marks = () if quick and executor == "vectorized" else pytest.mark.slow
+            yield pytest.param(method, graphs[0], executor, id=f"{method}-{executor}", marks=marks)
+
+
+@pytest.mark.parametrize(("method", "graph", "executor"), list(narrow_cases()))
+def test_a_device_without_float64_keeps_mass_and_counts_on_the_host(
+    method: Any, graph: Any, executor: str
+) -> None:
+    """μ and sample counts are the CPU's to the last bit; the rest agrees as float32 does."""
+    options: dict[str, Any] = {
+        "executor": executor,
+        "rounds": 2,
+        "dtype": torch.float32,
+        "gradients": True,
+    }
+    here = simulate(method, graph(6), **options)
+    with without_float64(), pretended():
+        there = simulate(method, graph(6), device="pretend", **options)
+        state = there._shard.state
+        history = there.history
+    assert there.summary["carried_out"]["states"] == "host"
+    for name, mine, theirs in zip(state._fields, here._shard.state, state, strict=True):
+        assert theirs.dtype == mine.dtype
+        if mine.dtype == torch.float64:
+            assert torch.equal(mine, theirs), name
+        else:
+            torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(history["loss"], here.history["loss"], rtol=1e-4)
+
+
+def test_a_model_that_draws_on_a_device_without_float64() -> None:
+    class Noisy(TinyModel):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = nn.functional.dropout(self.body(x), 0.5, self.training)
+            if self.training:
+                hidden = hidden * torch.bernoulli(torch.full_like(hidden, 0.5))
+                hidden = hidden + 0.1 * torch.randn_like(hidden)
+            return self.head(hidden)
+
+    def run(**options: Any) -> qv.Run:
+        return qv.simulate(
+            qv.Task(model=Noisy),
+            tiny_data(),
+            method=qv.DFedPGP(shared_epochs=1),
+            topology=PUSH(6),
+            training=qv.Training(lr=0.1, batch_size=4),
+            rounds=1,
+            threads=1,
+            **options,
+        )
+
+    here = run()
+    with without_float64(), pretended():
+        there = run(device="pretend")
+    for mine, theirs in zip(here._shard.state, there._shard.state, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+
+
+def test_peers_arithmetic_and_unseen_clients_on_a_device_without_float64() -> None:
+    """The fixed-point accounts are on the host, as is the average that an unseen client gets."""
+    data = tiny_data().hold_out([5], start="average", epochs=1)
+
+    def run(**options: Any) -> qv.Run:
+        return qv.simulate(
+            tiny_task(),
+            data,
+            method=qv.DFedPGP(shared_epochs=1),
+            topology=PUSH(5),
+            training=qv.Training(lr=0.1, batch_size=4),
+            rounds=2,
+            threads=1,
+            arithmetic="peers",
+            **options,
+        )
+
+    here = run()
+    with without_float64(), pretended():
+        there = run(device="pretend")
+    assert torch.equal(here._shard.state.mu, there._shard.state.mu)
+    np.testing.assert_allclose(there.history["loss"], here.history["loss"], rtol=1e-4)
+
+
+def test_float64_is_refused_where_the_device_has_none() -> None:
+    with pytest.raises(qv.QuiverError, match="which has no float64: leave dtype out"):
+        qv.RunSettings(device="mps", dtype=torch.float64)
+    assert qv.RunSettings(device="mps").states == "host"
+    assert qv.RunSettings(device="cpu").states == "device"

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import quiverfl
+from quiverfl.support.environment import NO_FLOAT64
 
 aten = torch.ops.aten
 NAME = "pretend"
@@ -88,6 +89,8 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls: type[OnDevice], inner: torch.Tensor) -> OnDevice:
         assert not isinstance(inner, OnDevice)
+        if NAME in NO_FLOAT64 and inner.dtype == torch.float64:
+            raise TypeError("Cannot convert a tensor to float64: this device has none of it")
         made: OnDevice = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),

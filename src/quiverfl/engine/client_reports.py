@@ -56,7 +56,7 @@ class ReportExchange:
         """How far they came, and a sketch of where to."""
         if not (self.looks.norm or self.looks.sketch):
             return
-        updates = (self._personal(state).shared - before.shared).to("cpu", torch.float64).numpy()
+        updates = (self._personal(state).shared - before.shared).cpu().double().numpy()
         place = int(self.looks.loss)
         if self.looks.norm:
             self.outgoing[group.rows, place] = [np.sqrt(row @ row) for row in updates]

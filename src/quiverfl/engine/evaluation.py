@@ -19,6 +19,7 @@ from quiverfl.engine.local.programs import flatten_clients
 from quiverfl.engine.local.workers import WORKER, Halted
 from quiverfl.errors import Diverged
 from quiverfl.objectives import AnyMetric, Metric, PerSample
+from quiverfl.support.environment import NO_FLOAT64
 from quiverfl.task import Params
 from quiverfl.transforms.privacy import spent_epsilon
 from quiverfl.trees import Tree, tree_map
@@ -70,7 +71,8 @@ def find_models(shard: Shard, group: ClientGroup, stage: str) -> Params:
     else:
         params = shard.personal(group.rows)
     device = shard.context.device
-    params = Params(*(part.to(device, non_blocking=True) for part in params))
+    at_once = device.type not in NO_FLOAT64
+    params = Params(*(part.to(device, non_blocking=at_once) for part in params))
     if shard.adaptation is None:
         return params
     adapted, *_ = shard.trainer.train(shard.adaptation, params, group, PhaseIndex(0, ADAPT))
@@ -137,7 +139,7 @@ class _Mean:
         self._sums = torch.zeros(clients, dtype=torch.float64)
 
     def add(self, outputs: Tree, targets: Tree, here: Integers, inside: Tensor) -> None:
-        values = self._metric(outputs, targets).view(inside.shape).double().cpu()
+        values = self._metric(outputs, targets).view(inside.shape).cpu().double()
         self._sums[here] += torch.linalg.vecdot(values, inside)
 
     def values(self, sizes: Integers) -> Floats:
@@ -151,7 +153,7 @@ class _Sums:
         self._sums: Tensor | None = None
 
     def add(self, outputs: Tree, targets: Tree, here: Integers, inside: Tensor) -> None:
-        shares = self._metric.of(outputs, targets).double().cpu()
+        shares = self._metric.of(outputs, targets).cpu().double()
         sums = torch.einsum("kns,kn->ks", shares.view(*inside.shape, -1), inside)
         if self._sums is None:
             self._sums = sums.new_zeros(self._clients, sums.shape[1])

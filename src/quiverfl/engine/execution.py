@@ -439,6 +439,8 @@ def _prepare_trial(context: PhaseContext, rows: Integers) -> Callable[[], None]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 @contextmanager

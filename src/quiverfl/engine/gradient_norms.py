@@ -21,6 +21,7 @@ from quiverfl.engine.local.examples import Batch, padding_weights
 from quiverfl.engine.local.programs import align_rows
 from quiverfl.engine.states import to_device
 from quiverfl.methods.contract import Part
+from quiverfl.support.environment import NO_FLOAT64
 from quiverfl.task import Params
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ SLAB = 512
 def gradient_norms(shard: Shard, mass: Tensor | None) -> dict[str, float]:
     """Δ_ū and Δ_v of the states of all clients as they are now."""
     context, world = shard.context, shard.world
-    mean = mean_shared(shard, mass).to(context.device)
+    device = context.device if context.device.type not in NO_FLOAT64 else torch.device("cpu")
+    mean = mean_shared(shard, mass).to(device)
     layouts = context.task.shared_layout, context.task.personal_layout
     shared, personal = torch.zeros_like(mean, dtype=torch.float64), 0.0
     clients = len(world.everybody)
@@ -43,7 +45,8 @@ def gradient_norms(shard: Shard, mass: Tensor | None) -> dict[str, float]:
             if shard.opens_clients:
                 shard.open_client(group.rows)
             own = to_device(shard.personal(group.rows), context.device)
-            agreed = mean.to(own.shared.dtype).expand(len(group.rows), -1).contiguous()
+            agreed = mean.to(own.shared.dtype).to(own.shared.device)
+            agreed = agreed.expand(len(group.rows), -1).contiguous()
             common = Params(agreed, own.personal)
             own_shared = full_gradient(context, common, "shared", group)
             own_personal = full_gradient(context, own, "personal", group)
@@ -71,7 +74,8 @@ def full_gradient(context: PhaseContext, point: Params, part: Part, group: Clien
     sizes = context.examples.sizes[rows]
     everyone = sizes if group.company is None else group.company.train
     values = point.shared if part == "shared" else point.personal
-    total = torch.zeros_like(values, dtype=torch.float64)
+    device = values.device if values.device.type not in NO_FLOAT64 else torch.device("cpu")
+    total = torch.zeros_like(values, dtype=torch.float64, device=device)
     if not values.shape[1]:
         return total
     for begin in range(0, int(sizes.max()), SLAB):
@@ -86,5 +90,5 @@ def full_gradient(context: PhaseContext, point: Params, part: Part, group: Clien
         gradient = context.executor.bind(context.program(), some, part, training=False)
         slope = gradient(Batch(len(here), x, y, padding_weights(counts, among, values)))
         share = torch.from_numpy(counts / sizes[here]).to(total.device)
-        total[here] += slope.double() * share.unsqueeze(1)
+        total[here] += slope.to(device).double() * share.unsqueeze(1)
     return total

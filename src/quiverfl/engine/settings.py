@@ -11,6 +11,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from quiverfl.errors import QuiverError, suggest
 from quiverfl.options import Count, Number, check_options, python_number
+from quiverfl.support.environment import NO_FLOAT64
 
 ExecutorName = Literal["auto", "vectorized", "sequential", "measure"]
 HistoryName = Literal["auto", "clients", "hundredths"]
@@ -104,13 +105,21 @@ class RunSettings:
             raise QuiverError(
                 f"dtype = {self.dtype!r}: give a floating-point type, such as torch.float32."
             )
-        if str(self.device).split(":")[0] == "mps":
-            raise QuiverError(
-                f"device {str(self.device)!r}: Apple's GPUs have no float64, which push-sum's "
-                "weights μ are kept in; use 'cpu'."
-            )
+        self._check_float64()
         self._check_executor()
         self._check_precision()
+
+    def _check_float64(self) -> None:
+        """Where the device has no float64 the states stay on the host, and with them μ."""
+        kind = str(self.device).split(":")[0]
+        if kind not in NO_FLOAT64:
+            return
+        if self.dtype == torch.float64:
+            raise QuiverError(
+                f'dtype = "float64" on device {str(self.device)!r}, which has no float64: leave '
+                'dtype out, or compute on "cpu".'
+            )
+        object.__setattr__(self, "states", "host")
 
     def _check_executor(self) -> None:
         if self.arithmetic == "peers" and self.executor == "vectorized":

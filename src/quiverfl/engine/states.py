@@ -18,7 +18,7 @@ from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.contract import Message, Method, Phase, Start
 from quiverfl.methods.state import field_roles, replicated_fields
 from quiverfl.seeds import stream
-from quiverfl.support.environment import use_large_pages
+from quiverfl.support.environment import NO_FLOAT64, use_large_pages
 from quiverfl.task import Params, Task
 from quiverfl.types import Flags, Integers
 
@@ -36,9 +36,10 @@ def initial_states(
 
     `shapes` are those of a sample's features and outputs.
     """
+    device = home if context.device.type in NO_FLOAT64 else context.device
 
     def cast(params: Params) -> Params:
-        return Params(*(part.to(context.device, settings.dtype) for part in params))
+        return Params(*(part.to(device, settings.dtype) for part in params))
 
     point = common = cast(task.initial_params(settings.seed))
     stacked: list[Tensor] = []
@@ -152,13 +153,22 @@ def write_rows(state: Any, rows: Integers, new: Any) -> None:
     index = _index(rows)
     for leaf, value in zip(state, new, strict=True):
         value = value.to(leaf.device)
+        if leaf.dtype == torch.float64 and value.dtype == torch.float32:
+            # It was on a device without float64: what did not change there stays exact.
+            value = torch.where(value == leaf[index].float(), leaf[index], value.double())
         if not isinstance(index, slice) or value.data_ptr() != leaf[index].data_ptr():
             leaf[index] = value
 
 
 def to_device(stacked: Any, device: torch.device) -> Any:
-    """States or models on the device that computes; themselves where they are there already."""
-    return type(stacked)(*(leaf.to(device, non_blocking=True) for leaf in stacked))
+    """States or models on the device that computes; themselves where they are there already.
+
+    A device without float64 is given float32: the host keeps the exact numbers, such as μ.
+    """
+    if device.type not in NO_FLOAT64:
+        return type(stacked)(*(leaf.to(device, non_blocking=True) for leaf in stacked))
+    narrow = (leaf.float() if leaf.dtype == torch.float64 else leaf for leaf in stacked)
+    return type(stacked)(*(leaf.to(device) for leaf in narrow))
 
 
 def merge_states(

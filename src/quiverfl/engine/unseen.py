@@ -70,10 +70,12 @@ class UnseenClients:
         # Numbered after the participants: batches and draws are their own.
         self._ids = len(shard.world.everybody) + np.arange(data.clients)
         probe = ModelProbe.here(task, data, context.dtype)
+        host = torch.device("cpu")
         fresh = initial_states(
-            task, shard.method, self._context, self._ids, settings, context.device, probe.shapes
+            task, shard.method, self._context, self._ids, settings, host, probe.shapes
         )
-        self._fresh: Params = Params(*torch.vmap(shard.method.personal)(fresh))
+        own = Params(*torch.vmap(shard.method.personal)(fresh))
+        self._fresh: Params = to_device(own, context.device)
         self._sent = find_sent_parts(shard.method, probe)
         self._phase = choose_fit(shard.method, task, unseen, self._sent)
         self._trainer = Trainer.prepare(self._context, shard.method.personal, [self._phase])
@@ -138,8 +140,8 @@ class UnseenClients:
             return start.expand(count, -1)
         sent = known[:, -1].to(self._context.device)
         if chosen is None:
-            mean = sent[torch.from_numpy(self._participants)].double().mean(dim=0)
-            return mean.to(sent.dtype).expand(count, -1)
+            mean = known[torch.from_numpy(self._participants), -1].cpu().double().mean(dim=0)
+            return mean.to(sent).expand(count, -1)
         return sent[torch.from_numpy(chosen)]
 
     def _choose(self, round: int) -> Integers | None:
@@ -185,11 +187,16 @@ class UnseenClients:
         """The mean of the participants' models, added in float64 one after the other."""
         sums: list[Tensor] | None = None
         for client in self._participants:
-            one = [part[0].double() for part in self._read(np.array([client]))]
+            one = [part[0].cpu().double() for part in self._read(np.array([client]))]
             sums = one if sums is None else [a.add_(b) for a, b in zip(sums, one, strict=True)]
         assert sums is not None
         count, like = len(self._participants), self._context.dtype
-        return Params(*((s / count).to(like).expand(len(self._ids), -1) for s in sums))
+        return Params(
+            *(
+                (s / count).to(like).to(self._context.device).expand(len(self._ids), -1)
+                for s in sums
+            )
+        )
 
     def _read(self, clients: Integers) -> Params:
         """What these participants would hand over: the model they send, de-biased."""

@@ -86,7 +86,8 @@ def _folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "quiverfl" / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
+    own = getattr(os, "getuid", None)  # Windows has none, and keeps a home to its owner
+    if own is not None and folder.stat().st_uid != own():
         raise OSError(f"{folder} belongs to somebody else, whose libraries are not loaded")
     return folder
 

@@ -69,6 +69,10 @@ def forget_pages(file: mmap.mmap) -> None:
         file.madvise(mmap.MADV_DONTNEED)
 
 
+NO_FLOAT64 = {"mps"}
+"""Kinds of devices that compute no float64, Apple's GPUs: what needs it stays on the host."""
+
+
 EXTRAS = {
     "peer": ("grpc", "cryptography", "prometheus_client"),
     "tensorboard": ("tensorboard",),
@@ -84,6 +88,11 @@ EXTRAS = {
 
 def require_package(extra: str, what: str) -> None:
     """Refuse in one sentence where a module of the extra is missing; `what` is what needs it."""
+    if extra == "peer" and sys.platform == "win32":
+        raise QuiverError(
+            f"{what} needs Linux or macOS: a peer keeps its keys and limits in ways that Windows "
+            "does not have. Use the Windows Subsystem for Linux; `quiver run` needs none of it."
+        )
     missing = [module for module in EXTRAS[extra] if not _is_installed(module)]
     if missing:
         raise QuiverError(

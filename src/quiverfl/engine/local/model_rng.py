@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from quiverfl.errors import QuiverError
+from quiverfl.support.environment import NO_FLOAT64
 
 SELU_FLOOR = -1.7580993408473766
 """What alpha dropout puts in place of a dropped value: SELU's limit at minus infinity."""
@@ -48,7 +49,10 @@ class KeyedRandomMode(TorchFunctionMode):
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()
-        self._key = key
+        self._device = key.device
+        self.exact = torch.float64 if key.device.type not in NO_FLOAT64 else torch.float32
+        """What is drawn for torch's own functions of the same name; 24 bits are exact in both."""
+        self._key = key if key.device.type not in NO_FLOAT64 else key.cpu()
         self.count = 0
         """Draws so far."""
 
@@ -82,7 +86,8 @@ class KeyedRandomMode(TorchFunctionMode):
 
     def uniform(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """In [0, 1), of 24 bits: as many as float32 distinguishes there."""
-        return (((self.bits(shape) >> 40) & ((1 << 24) - 1)).to(dtype)) * 2.0**-24
+        drawn = (((self.bits(shape) >> 40) & ((1 << 24) - 1)).to(dtype)) * 2.0**-24
+        return drawn.to(self._device)
 
     def normal(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Box and Muller's."""
@@ -94,7 +99,8 @@ class KeyedRandomMode(TorchFunctionMode):
         """True with probability 1 - p."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-        return self.bits(shape) >= min(round(p * 2**64), 2**64 - 1) - 2**63
+        kept = self.bits(shape) >= min(round(p * 2**64), 2**64 - 1) - 2**63
+        return kept.to(self._device)
 
 
 def _dropout(
@@ -231,19 +237,19 @@ def _sized(
 
 def _bernoulli(draws: KeyedRandomMode, input: Tensor, p: float | None = None) -> Tensor:
     chance = input if p is None else p
-    return (draws.uniform(input.shape, torch.float64) < chance).to(input.dtype)
+    return (draws.uniform(input.shape, draws.exact) < chance).to(input.dtype)
 
 
 def _bernoulli_(draws: KeyedRandomMode, input: Tensor, p: Any = 0.5) -> Tensor:
-    return input.copy_(draws.uniform(input.shape, torch.float64) < p)
+    return input.copy_(draws.uniform(input.shape, draws.exact) < p)
 
 
 def _uniform_(draws: KeyedRandomMode, input: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return input.copy_(low + (high - low) * draws.uniform(input.shape, torch.float64))
+    return input.copy_(low + (high - low) * draws.uniform(input.shape, draws.exact))
 
 
 def _normal_(draws: KeyedRandomMode, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return input.copy_(mean + std * draws.normal(input.shape, torch.float64))
+    return input.copy_(mean + std * draws.normal(input.shape, draws.exact))
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {

@@ -18,7 +18,9 @@ from quiverfl.engine.local.vmap import method_error, vmap_clients, vmap_params
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message, SingleStep, StepInfo
 from quiverfl.seeds import stream
+from quiverfl.support.environment import NO_FLOAT64
 from quiverfl.task import Params
+from quiverfl.trees import tree_map
 from quiverfl.types import Integers
 
 SLAB = 512
@@ -54,9 +56,14 @@ class SingleSteps:
 
     def step(self, phase: SingleStep, state: Any, index: PhaseIndex, asked: dict[str, Any]) -> Any:
         """The step itself, all clients together."""
-        context = self.context
+        context, device = self.context, self.context.device
         info = partial(StepInfo, index.round, context.rounds, context.training, index.share)
-        return take_single_step(phase, state, asked, info)
+        if device.type not in NO_FLOAT64:
+            return take_single_step(phase, state, asked, info)
+        # A step may count in float64: it is taken on the host.
+        state, asked = tree_map(lambda leaf: leaf.cpu(), (state, asked))
+        after = take_single_step(phase, state, asked, info)
+        return type(after)(*(_narrow(leaf).to(device) for leaf in after))
 
     def _first_gradient(self, point: Params, group: ClientGroup, index: PhaseIndex) -> Params:
         """Of the plain loss on the first batch of this phase."""
@@ -109,7 +116,14 @@ class SingleSteps:
         size = context.task.shared_layout.size + context.task.personal_layout.size
         key = (index.round,) if index.number == 1 else (index.round, index.number)
         drawn = [stream(context.seed, "noise", int(c), *key).random(size) for c in group.ids]
-        return torch.from_numpy(np.stack(drawn)).to(context.device)
+        noise = torch.from_numpy(np.stack(drawn))
+        return (noise if context.device.type not in NO_FLOAT64 else _narrow(noise)).to(
+            context.device
+        )
+
+
+def _narrow(leaf: Tensor) -> Tensor:
+    return leaf.float() if leaf.dtype == torch.float64 else leaf
 
 
 def take_single_step(

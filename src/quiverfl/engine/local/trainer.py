@@ -23,6 +23,7 @@ from quiverfl.engine.local.vmap import select_rows, vmap_clients, vmap_params
 from quiverfl.engine.local.workers import stop_if_halted
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Phase, SingleStep, Train, Trained
+from quiverfl.support.environment import NO_FLOAT64
 from quiverfl.task import Params
 from quiverfl.training import Training
 from quiverfl.transforms.noise import Noise
@@ -285,7 +286,9 @@ def count_gradients(phase: Train | Interleaved) -> int:
 
 
 def _client_rates(phase: Train, state: Any, start: Params, training: Training, round: int) -> Rates:
-    one = torch.ones(len(start.shared), dtype=torch.float64, device=start.shared.device)
+    device = start.shared.device
+    exact = torch.float64 if device.type not in NO_FLOAT64 else torch.float32
+    one = torch.ones(len(start.shared), dtype=exact, device=device)
     scale = one if phase.lr_scale is None else vmap_clients(phase.lr_scale)(state)
     shared = training.lr_at(round)
     personal = training.personal_lr_at(round) if phase.use_personal_lr else shared
