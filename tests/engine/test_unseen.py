@@ -15,6 +15,7 @@ import quiverfl as qv
 from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.unseen import find_sent_parts
 from quiverfl.errors import Diverged, QuiverError
+from quiverfl.methods.state import select_fields
 from quiverfl.results.groups import group_runs
 from quiverfl.results.report.page import make_report
 from quiverfl.results.run_files import read_run
@@ -259,15 +260,28 @@ def test_executors_agree() -> None:
 SENT = {
     "local": (False, False),
     "fedproto": (False, False),
-    **dict.fromkeys(("fedper", "fedrep", "fedbabu", "dfedavgmp"), (True, False)),
-    **dict.fromkeys(("dfedpgp", "dfedpgpsam", "dfedsalt", "deprl"), (True, False)),
+    **dict.fromkeys(("fedper", "fedrep", "fedbabu", "dfedavgmp", "dfedpgp"), (True, False)),
+    **dict.fromkeys(("fedavg", "ditto", "osgp", "dispfl", "scaffold"), (True, True)),
 }
 
 
 @pytest.mark.parametrize("method", [row[0] for row in METHODS], ids=lambda m: m.title)
 def test_what_a_method_sends_is_found_out(method: Any) -> None:
+    """By NaN; here by whether a message changes when the part does."""
     probe = ModelProbe.here(tiny_task(), tiny_data(), torch.float64)
-    assert find_sent_parts(method, probe) == SENT.get(method.name, (True, True))
+    state = probe.first_state(method)
+    sent = method.message(state)
+    changes = []
+    for role in ("shared", "personal"):
+        name = next(iter(select_fields(state, role)), None)
+        other = (
+            {}
+            if name is None
+            else method.message(state._replace(**{name: getattr(state, name) + 1.0}))
+        )
+        changes.append(any(not torch.equal(sent[key], other[key]) for key in other))
+    assert find_sent_parts(method, probe) == tuple(changes)
+    assert SENT.get(method.name, tuple(changes)) == tuple(changes)
 
 
 ONE_EACH = {row[0].name: row for row in METHODS}
