@@ -369,7 +369,8 @@ def test_what_a_full_disk_refuses_is_made_up_for(
         elif first == "parquet":
             monkeypatch.setattr(RunFolder, "finish", lambda *given: (fill(99), finish(*given))[1])
         else:
-            fill({"config": 99, "partition": 3_000, "checkpoint": 12_000}[first])
+            described = (tmp_path / "whole" / "config.json").stat().st_size
+            fill({"config": 99, "partition": described + 99, "checkpoint": 12_000}[first])
         with pytest.raises(qv.QuiverError, match="cannot be written") as refused:
             run_in_folder(config(), folder, recorder)
     monkeypatch.undo()

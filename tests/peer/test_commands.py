@@ -378,3 +378,37 @@ def test_init_refuses_what_run_would_refuse(
     assert not (tmp_path / "again" / "peer.toml").exists()
     with pytest.raises(QuiverError, match="served on loopback only"):
         quiver("init", tmp_path / "again", *common, "--metrics", "0.0.0.0:9464")
+
+
+def test_a_demo_runs_the_configuration_that_it_is_given(tmp_path: Path) -> None:
+    import tomllib
+
+    from quiverfl.peer.folder import make_swarm
+    from quiverfl.runs.config import parse_config
+    from quiverfl.runs.config_files import load_config
+
+    given = load_config(Path("quickstart"), ["method.name=dispfl"])
+    folders = make_swarm(tmp_path / "demo", 3, None, "sync", given)
+    tree = tomllib.loads((tmp_path / "demo" / "run.toml").read_text())
+    assert tree.pop("peers") == {"mode": "sync", "deadline": 60.0, "staleness": 3}
+    changed = [("data.clients", 3), ("topology.neighbors", 2)]  # quickstart has 20 with 5 each
+    assert parse_config(tree).identity() == given.with_values(changed).identity()
+    assert len(folders) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["method.name=fedavg"], "needs a server, and peers have none"),
+        (["run.patience=3"], "no peer knows the mean"),
+        (["method.name=dfedpqp"], "did you mean 'dfedpgp'"),
+    ],
+)
+def test_a_demo_refuses_at_once_what_peers_cannot_do(
+    tmp_path: Path, settings: list[str], words: str
+) -> None:
+    command = ["demo", "quickstart", "--out", str(tmp_path / "demo"), "--peers", "3"]
+    command += [part for text in settings for part in ("--set", text)]
+    done = CliRunner().invoke(app, command)
+    assert words in str(done.exception)
+    assert not (tmp_path / "demo").exists()

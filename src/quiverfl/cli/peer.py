@@ -296,8 +296,22 @@ def export(
 
 @app.command("demo")
 def demo(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="A configuration; without one, DFedPGP on digits.", show_default=False),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Set section.key=value; wins over the file.")
+    ] = None,
     peers: Annotated[int, typer.Option(min=2, max=64, help="How many processes.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each.")] = 20,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rounds of each: 20, or the configuration's, unless given.",
+            show_default=False,
+        ),
+    ] = None,
     mode: Annotated[str, typer.Option(help="sync or async.")] = "async",
     kills: Annotated[int, typer.Option(min=0, help="How many to kill and restart at random.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder to write to; must be new.")] = Path(
@@ -306,10 +320,14 @@ def demo(
 ) -> None:
     """Run a swarm on this machine: certificates, processes, a live table, an audit, a report."""
     from quiverfl.cli.peer_demo import run_demo
+    from quiverfl.runs.config_files import load_config
 
     if mode not in ("sync", "async"):
         raise QuiverError(f"--mode {mode}: it is sync or async.")
-    if not run_demo(out, peers, rounds, mode, kills):
+    chosen = None
+    if config is not None or set_:
+        chosen = load_config(Path("quickstart") if config is None else config, set_ or ())
+    if not run_demo(out, peers, rounds or (None if chosen else 20), mode, kills, chosen):
         raise typer.Exit(1)
 
 
@@ -353,11 +371,14 @@ def _exit(code: int, sentence: str) -> None:
 
 def export_model(folder: PeerFolder, out: Path) -> Iterator[str]:
     """Write `out` and a .json that describes it. Yields the lines to print about them."""
+    from torch import from_numpy
+
     from quiverfl.peer.setup import load_peer_config, load_peer_dataset, restore_learner
+    from quiverfl.runs.experiment import make_task
     from quiverfl.runs.export import write_model
 
-    tensors = restore_learner(folder).model()
     config = load_peer_config(folder)
-    yield from write_model(
-        tensors, config, load_peer_dataset(folder, config), {"peer": folder.own.name}, out
-    )
+    dataset = load_peer_dataset(folder, config)
+    trained = {name: from_numpy(leaf) for name, leaf in restore_learner(folder).model().items()}
+    tensors = {**make_task(config, dataset).skeleton.state_dict(), **trained}  # frozen parts too
+    yield from write_model(tensors, config, dataset, {"peer": folder.own.name}, out)

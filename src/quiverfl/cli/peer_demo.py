@@ -27,6 +27,7 @@ from quiverfl.peer.folder import make_swarm
 from quiverfl.peer.link.identity import ROSTER, Roster
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.metrics import PeerReading, read_status
+from quiverfl.runs.config import Config
 
 START_SECONDS = 120.0
 
@@ -34,8 +35,10 @@ START_SECONDS = 120.0
 class Demo:
     """Runs the processes of a swarm, by name."""
 
-    def __init__(self, root: Path, peers: int, rounds: int, mode: str) -> None:
-        self.folders = make_swarm(root, peers, rounds, mode)
+    def __init__(
+        self, root: Path, peers: int, rounds: int | None, mode: str, config: Config | None = None
+    ) -> None:
+        self.folders = make_swarm(root, peers, rounds, mode, config)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.kills: dict[str, int] = dict.fromkeys(self.folders, 0)
         self.readings = {name: PeerReading("", name, state="starting") for name in self.folders}
@@ -99,10 +102,12 @@ class Demo:
         return show_peers(list(self.readings.values()), title, self.kills)
 
 
-def run_demo(root: Path, peers: int, rounds: int, mode: str, kills: int) -> bool:
+def run_demo(
+    root: Path, peers: int, rounds: int | None, mode: str, kills: int, config: Config | None = None
+) -> bool:
     """Run the whole demo. Returns whether the audit passed."""
     console = Console()
-    demo = Demo(root, peers, rounds, mode)
+    demo = Demo(root, peers, rounds, mode, config)
     started = time.monotonic()
     try:
         for name in demo.folders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,75 @@ class Dataset(ReprCard):
                     for piece in iterate_pieces(array):
                         digest.update(np.ascontiguousarray(piece).data)
         return digest.hexdigest()
+
+
+MOST_LOOKED_AT = 100
+"""Examples whose smallest and largest number are taken for those of a description."""
+
+
+def describe_dataset(dataset: Dataset) -> dict[str, Any]:
+    """What a model trained on it needs to be used without it, for JSON. It has no example."""
+
+    def describe(leaf: Inputs) -> dict[str, Any]:
+        few = np.asarray(leaf[:MOST_LOOKED_AT])
+        ends = [few.min(initial=0).item(), few.max(initial=0).item()]
+        return {"shape": list(leaf.shape[1:]), "dtype": str(leaf.dtype), "range": ends}
+
+    targets = dataset.train_target
+    return {
+        "name": dataset.name,
+        "inputs": tree_map(describe, dataset.train_x),
+        "targets": None if targets is None else tree_map(describe, targets),
+        "outputs": dataset.outputs,
+        "classes": dataset.class_names,
+        "mean": dataset.mean,
+        "std": dataset.std,
+        "columns": dataset.columns,
+        "categories": {name: list(values) for name, values in dataset.categories.items()},
+    }
+
+
+def make_stand_in(described: Mapping[str, Any]) -> Dataset:
+    """A data set of the described form with two made-up examples: models are made for it."""
+
+    def is_leaf(tree: Any) -> bool:
+        return isinstance(tree, Mapping) and "dtype" in tree and "shape" in tree
+
+    def draw(tree: Any) -> InputTree:
+        if is_leaf(tree):
+            low, high = tree["range"]
+            numbers = np.linspace(low, high, 2 * math.prod(tree["shape"]))
+            return numbers.reshape(2, *tree["shape"]).astype(tree["dtype"])
+        if isinstance(tree, Mapping):
+            return {name: draw(part) for name, part in tree.items()}
+        return tuple(draw(part) for part in tree)
+
+    x, targets = draw(described["inputs"]), described["targets"]
+    labels = np.zeros(2, dtype=np.int64)
+    target = None if targets is None else draw(targets)
+    return Dataset(
+        described["name"],
+        train_x=x,
+        train_y=labels,
+        test_x=x,
+        test_y=labels,
+        classes=len(described["classes"]),
+        class_names=tuple(described["classes"]),
+        mean=_as_tuples(described["mean"]),
+        std=_as_tuples(described["std"]),
+        train_target=target,
+        test_target=target,
+        known_digest="none",
+        columns=_as_tuples(described["columns"]),
+        categories=described["categories"],
+    )
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists of JSON as the tuples that they were."""
+    if isinstance(value, Mapping):
+        return {name: _as_tuples(part) for name, part in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def report_notes(dataset: Dataset) -> Dataset:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import quiverfl
+from quiverfl.data.dataset import describe_dataset
 from quiverfl.data.federated import make_federated
 from quiverfl.data.partition import Partition
 from quiverfl.distributed.processes import restart_count
@@ -82,6 +83,7 @@ class _PreparedRun:
 
     config: Config
     inputs: dict[str, str]
+    described: dict[str, Any]
     partition: Partition
     simulation: RankSimulation
 
@@ -97,7 +99,12 @@ class _PreparedRun:
         simulation = self.simulation
         folder.check_inputs(self.inputs)
         folder.open(
-            self.config, self.inputs, self.partition, simulation.topology, simulation.method
+            self.config,
+            self.inputs,
+            self.partition,
+            simulation.topology,
+            simulation.method,
+            self.described,
         )
         return folder.resume()
 
@@ -132,7 +139,8 @@ def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
         settings,
         config.transforms(),
     )
-    return _PreparedRun(config, digest_inputs(config, dataset), partition, simulation)
+    digests, described = digest_inputs(config, dataset), describe_dataset(dataset)
+    return _PreparedRun(config, digests, described, partition, simulation)
 
 
 @contextlib.contextmanager

@@ -121,6 +121,15 @@ def check_run_file(folder: PeerFolder) -> None:
     choose_message_split(method, topology, config.run.rounds)
 
 
+def refuse_simulation_keys(config: Config) -> None:
+    """Refuse keys that need all clients' numbers."""
+    if config.run.patience is not None or config.track != TrackConfig():
+        raise QuiverError(
+            "run.patience and [track] are for simulations: no peer knows the mean over clients. "
+            "Leave them out; `metrics` in peer.toml serves a peer's own numbers."
+        )
+
+
 def build_learner(folder: PeerFolder) -> PeerParts:
     """Make the shard of this one client, with the same method objects as in a simulation."""
     config, number = load_peer_config(folder), folder.number
@@ -134,11 +143,7 @@ def build_learner(folder: PeerFolder) -> PeerParts:
             'task.labels = "own" is for simulations: a peer with data of its own makes its own '
             "model anyway. Leave it out."
         )
-    if config.run.patience is not None or config.track != TrackConfig():
-        raise QuiverError(
-            "run.patience and [track] are for simulations: no peer knows the mean over clients. "
-            "Leave them out; `metrics` in peer.toml serves a peer's own numbers."
-        )
+    refuse_simulation_keys(config)
     members = len(folder.roster.members)
     topology = make_run_topology(config, method, members)
     split = choose_message_split(method, topology, config.run.rounds)

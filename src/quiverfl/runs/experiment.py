@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from quiverfl.data.dataset import Dataset
+from quiverfl.data.dataset import Dataset, describe_dataset
 from quiverfl.data.federated import FederatedData, federate, number_own_labels
 from quiverfl.data.partition import Partition, check_partition, make_partition
 from quiverfl.data.sources import load_dataset
@@ -163,7 +163,8 @@ class Experiment(ReprCard):
     def open_folder(self, folder: RunFolder) -> None:
         """Write the files of a new run of it, or check those of an earlier start."""
         inputs = digest_inputs(self.config, self.dataset)
-        folder.open(self.config, inputs, self.partition, self.topology, self.method)
+        described = describe_dataset(self.dataset)
+        folder.open(self.config, inputs, self.partition, self.topology, self.method, described)
 
     @cached_property
     def simulation(self) -> Simulation:

@@ -12,15 +12,25 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from quiverfl.data.dataset import Dataset
+from quiverfl.data.dataset import Dataset, make_stand_in
+from quiverfl.data.federated import make_federated
+from quiverfl.data.partition import Partition
 from quiverfl.errors import QuiverError
+from quiverfl.results.run_files import read_json
 from quiverfl.runs.config import Config
-from quiverfl.runs.experiment import Experiment, restore_run
+from quiverfl.runs.experiment import (
+    Experiment,
+    make_method,
+    make_run_topology,
+    make_task,
+    restore_run,
+)
 from quiverfl.runs.folder import RunFolder
+from quiverfl.runs.run import Prepared, Run
 from quiverfl.support import durable
 from quiverfl.support.environment import require_package
 from quiverfl.task import call_arguments
@@ -141,7 +151,7 @@ def two_of(x: Tree) -> Tree:
     return tree_map(lambda leaf: torch.from_numpy(np.array(leaf[:2])), x)
 
 
-Tensors = Mapping[str, np.ndarray[Any, Any]]
+Tensors = Mapping[str, Tensor]
 
 
 def export_client(
@@ -149,32 +159,65 @@ def export_client(
 ) -> Iterator[str]:
     """Write the model of one client of a run; what there is to say about it, line by line.
 
-    `also` as programs that run without this package, normalisation and all, beside it.
+    `also` as programs that run without this package, normalisation and all, beside it. The folder
+    is enough: neither the data nor the place where the run was started is needed.
     """
     refuse_other_files(out, [SUFFIXES[kind] for kind in also])
-    run = restore_run(folder)
+    run = restore_without_data(folder)
     experiment = run.made_from
     assert isinstance(experiment, Experiment)
     clients = experiment.data.clients
     if not 0 <= client < clients:
         raise QuiverError(f"--client {client}: there are {clients} clients, 0 … {clients - 1}.")
     which: Literal["local", "mixed"] = "local" if stage == "local" else "mixed"
-    named = run.parameters(client, which)
-    tensors = {name: tensor.numpy().copy() for name, tensor in named.items()}
+    module = run.personal(client, which)
+    model = module.model if isinstance(module, Prepared) else module
     names = experiment.data.names
     owner = {"client": client, "stage": stage, "rounds": len(run.rounds)}
     if names:
         owner["name"] = names[client]
-    classes = experiment.own_classes(client)
-    yield from write_model(tensors, experiment.config, experiment.dataset, owner, out, classes)
-    arguments, keywords = call_arguments(two_of(experiment.dataset.train_x), experiment.task.inputs)
+    dataset, classes = experiment.dataset, experiment.own_classes(client)
+    tensors = model.state_dict()
+    yield from write_model(tensors, experiment.config, dataset, owner, out, classes)
+    arguments, keywords = call_arguments(two_of(dataset.train_x), experiment.task.inputs)
     for kind in also:
         place = out.with_suffix(SUFFIXES[kind])
         try:
-            write_traced(kind, run.personal(client, which), arguments, keywords, place)
+            write_traced(kind, module, arguments, keywords, place)
         except QuiverError as error:
             raise QuiverError(f"{error} {out} holds it all the same.") from error
         yield f"{place} is {WORDS[kind]}: it takes inputs as they are in the data."
+
+
+def restore_without_data(folder: RunFolder) -> Run:
+    """The run of a folder at its newest checkpoint, with made-up examples in place of its data.
+
+    A folder of an earlier version does not describe its data, which is then read.
+    """
+    config = folder.config()
+    described = read_json(folder.path / "config.json").get("dataset")
+    if not isinstance(described, dict):
+        return restore_run(folder)
+    dataset, method = make_stand_in(described), make_method(config)
+    with np.load(folder.path / "partition.npz") as shares:
+        clients = len(shares["train_offsets"]) - 1
+        names = tuple(str(name) for name in shares["names"]) if "names" in shares else ()
+        counts = shares["train_counts"], shares["test_counts"]
+    rows = (np.zeros(1, dtype=np.int64),) * clients
+    partition = Partition(rows, rows, *counts, names=names)
+    own = None
+    if config.task.labels == "own":
+        own = [max(1, int(np.count_nonzero(of_client))) for of_client in sum(counts)]
+    experiment = Experiment(
+        config,
+        dataset,
+        make_task(config, dataset, own),
+        make_federated(dataset, partition),
+        partition,
+        method,
+        make_run_topology(config, method, clients),
+    )
+    return restore_run(folder, experiment)
 
 
 def refuse_other_files(out: Path, also: Iterable[str] = ()) -> None:
@@ -215,7 +258,11 @@ def write_model(
         description["classes"] = list(classes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.numpy.save_file(dict(tensors), str(out), {"format": "pt"})
+        # Copies: what several parts of a model share is written for each of them.
+        copies = {
+            name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()
+        }
+        save_file(copies, str(out), {"format": "pt"})
         described.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
     except (OSError, safetensors.SafetensorError) as problem:
         raise QuiverError(f"--out {out}: cannot be written: {problem}.") from problem
@@ -229,6 +276,8 @@ def _description(config: Config, dataset: Dataset) -> dict[str, Any]:
     return {
         "model": {"name": config.model.name, **config.model.options()},
         "input_shape": dataset.input_shape,
+        "columns": dataset.columns,
+        "categories": dataset.categories,
         "classes": dataset.class_names,
         "mean": dataset.mean,
         "std": dataset.std,
@@ -244,6 +293,8 @@ def _how_to_load(config: Config, dataset: Dataset, out: Path, outputs: Any) -> I
     yield "    from safetensors.torch import load_file"
     yield "    from quiverfl.models import make_model"
     yield f"    model = make_model({', '.join(words)})"
-    yield f"    model.load_state_dict(load_file({str(out)!r}), strict=False)"
+    yield f"    model.load_state_dict(load_file({str(out)!r}))"
+    if dataset.columns and dataset.is_single_array:
+        yield f"Its inputs are the columns {', '.join(map(str, dataset.columns))}, in this order."
     if dataset.mean:
         yield "Give it (x / scale - mean) / std per column or channel, with those of the .json."

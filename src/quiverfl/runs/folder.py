@@ -210,8 +210,12 @@ class RunFolder:
         partition: Partition,
         topology: Topology,
         method: Method,
+        dataset: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the files of a new run, or check those of an earlier start."""
+        """Write the files of a new run, or check those of an earlier start.
+
+        `dataset` says of the data what its models need, so that they can be had without it.
+        """
         if not self.holds_run():
             self._refuse_foreign("choose another --out")
             adversary = config.transforms().adversary
@@ -226,6 +230,7 @@ class RunFolder:
                 config.model_dump(mode="json"),
                 {"name": topology.name, **topology.options},
                 inputs=dict(inputs),
+                **({} if dataset is None else {"dataset": dict(dataset)}),
                 **({} if adversary is None else {"attackers": attackers}),
             )
             self._parsed = (self.path / "config.json").read_bytes(), config
