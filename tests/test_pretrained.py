@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 import quiverfl as qv
 from quiverfl.errors import QuiverError
 from quiverfl.models.pretrained import IMAGENET, FrozenNorm
+from quiverfl.peer.setup import check_shared_config
+from quiverfl.runs.config import parse_config
 from quiverfl.runs.experiment import Experiment
 from quiverfl.task import Params
 
@@ -283,6 +286,24 @@ def test_it_runs_and_another_file_under_the_same_name_is_another_run(
     os.utime(weights, ns=(1, 1))
     with pytest.raises(QuiverError, match=r"holds a run with another weights of the model"):
         Experiment.of(config).run(here / "run")
+
+
+def test_a_file_may_be_named_by_its_sha256(weights: Path) -> None:
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    make(weights=weights, normalize="data", sha256=digest.upper())
+    with pytest.raises(QuiverError, match=f"has the sha256 {digest}, not model\\.sha256 = 'ab'"):
+        make(weights=weights, normalize="data", sha256="ab")
+    with pytest.raises(QuiverError, match=r"set model.weights, too"):
+        make(sha256=digest)
+
+
+def test_peers_must_agree_on_the_weights(weights: Path) -> None:
+    tree = configure(weights, normalize="data")
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    with pytest.raises(QuiverError, match=f'sha256 = "{digest}"'):
+        check_shared_config(parse_config(tree))
+    tree["model"]["sha256"] = digest
+    check_shared_config(parse_config(tree))
 
 
 def test_both_executors_agree_on_a_frozen_body(weights: Path) -> None:

@@ -16,12 +16,14 @@ from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.unseen import find_sent_parts
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.state import select_fields
+from quiverfl.peer.setup import check_shared_config
 from quiverfl.results.groups import group_runs
 from quiverfl.results.report.page import make_report
 from quiverfl.results.run_files import read_run
 from quiverfl.results.tables import unseen_table
 from quiverfl.runs.config import parse_config
 from quiverfl.runs.experiment import Experiment
+from quiverfl.sweeps.estimate import trial
 from quiverfl.task import Params
 from quiverfl.topologies.graph import Graph
 from small import METHODS, TinyModel, tiny_data, tiny_task
@@ -355,6 +357,11 @@ def test_a_resumed_run_has_the_same_numbers(tmp_path: Path) -> None:
     assert resumed.equals(whole)
 
 
+def test_the_time_of_a_run_with_them_is_estimated() -> None:
+    config = parse_config(configure(unseen=[0, 5, 6], unseen_epochs=1))
+    assert trial(config, qv.load_dataset("digits")) > 0
+
+
 def test_attackers_numbers_are_not_those_of_unseen_clients_with_the_same_number() -> None:
     sections = configure(unseen=3)
     run = Experiment.of(
@@ -433,6 +440,11 @@ def test_what_cannot_work_is_refused_before_the_first_round(tmp_path: Path) -> N
         with pytest.raises(QuiverError, match=words):
             Experiment.of({**configure(unseen=2, **part), **sections}).run(tmp_path / "run")
         assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_peers_cannot_test_others() -> None:
+    with pytest.raises(QuiverError, match=r"data.unseen between peers"):
+        check_shared_config(parse_config(configure(unseen=2)))
 
 
 def test_a_client_without_test_data_is_no_number_and_all_of_them_are_refused() -> None:

@@ -89,6 +89,7 @@ def pretrained(
     targets: Sequence[str] | None = None,
     normalize: str | Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    sha256: str | None = None,
 ) -> nn.Module:
     """`source` makes the network, called with `options`; a text names it, module:function.
 
@@ -96,12 +97,16 @@ def pretrained(
     trained beside the head. `lora` is the rank of adapters on the linear and attention layers that
     `targets` name; the rest is then frozen. `normalize`: "imagenet", "data" (as the data is
     standardised), or {mean = […], std = […]}; unless given, what the network or the folder of its
-    weights says.
+    weights says. `sha256` is that of the file of weights: any other is refused.
     """
     network = _make_network(source, options or {})
     name = _find_head(network, head)
     if weights is not None:
-        _load(network, Path(weights).expanduser(), name)
+        path = Path(weights).expanduser()
+        _check_sha256(path, sha256)
+        _load(network, path, name)
+    elif sha256 is not None:
+        raise QuiverError("model.sha256 is that of a file of weights: set model.weights, too.")
     last: Any = network.get_submodule(name)
     _check_last(network, name, input_shape)
     fresh = nn.Linear(last.in_features, classes)
@@ -173,8 +178,23 @@ def find_weights(path: Path) -> Path:
 
 def hash_weights(path: Path) -> str:
     """Of their file: another file under the same name makes another run."""
-    with find_weights(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    file = find_weights(path)
+    status = file.stat()
+    return _hash_file(file, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=8)
+def _hash_file(file: Path, changed: int, size: int) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _check_sha256(path: Path, wanted: str | None) -> None:
+    if wanted is not None and hash_weights(path) != wanted.lower():
+        raise QuiverError(
+            f"{find_weights(path)} has the sha256 {hash_weights(path)}, not model.sha256 = "
+            f"{wanted!r}: it is another file, or damaged."
+        )
 
 
 def _load(network: nn.Module, path: Path, head: str) -> None:

@@ -29,7 +29,8 @@ from quiverfl.engine.execution import check_kernels
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Method
-from quiverfl.models import check_model
+from quiverfl.models import PRETRAINED, check_model
+from quiverfl.models.pretrained import hash_weights
 from quiverfl.peer.accounts.ledger import UNIT, Accounts
 from quiverfl.peer.accounts.signing import signature_check
 from quiverfl.peer.accounts.store import Memory, NoStore, Store, Trace
@@ -79,11 +80,7 @@ Record = Callable[[dict[str, Any]], None]
 def load_peer_config(folder: PeerFolder) -> Config:
     config = parse_config(folder.agreed_experiment, str(folder.path / "run.toml"))
     members = len(folder.roster.members)
-    if config.data.unseen is not None:
-        raise QuiverError(
-            "data.unseen between peers: a peer knows its own data alone, so nobody could test the "
-            "others; leave it out, and simulate the same configuration with it."
-        )
+    check_shared_config(config)
     if config.data.clients != members:
         raise QuiverError(
             f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "
@@ -95,6 +92,22 @@ def load_peer_config(folder: PeerFolder) -> Config:
                 f'run.{key} = "{word}": each peer would choose for itself; name the choice.'
             )
     return config
+
+
+def check_shared_config(config: Config) -> None:
+    """Refuse what a simulation can do with this configuration and peers cannot."""
+    if config.data.unseen is not None:
+        raise QuiverError(
+            "data.unseen between peers: a peer knows its own data alone, so nobody could test the "
+            "others; leave it out, and simulate the same configuration with it."
+        )
+    weights = config.model.options().get("weights")
+    if config.model.name == PRETRAINED and weights and "sha256" not in config.model.options():
+        digest = hash_weights(Path(weights).expanduser())
+        raise QuiverError(
+            "model.weights between peers: all must begin with the same file, whose frozen part is "
+            f'never sent. Write sha256 = "{digest}" into [model] of run.toml.'
+        )
 
 
 @dataclass(frozen=True, eq=False)

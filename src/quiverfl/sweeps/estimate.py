@@ -267,6 +267,7 @@ def _trial_config(config: Config, clients: int, samples: int, threads: int) -> C
     tree["data"].update(partition="iid", clients=clients, samples_per_client=samples)
     tree["data"].update(alpha=None, classes_per_client=None, min_samples=None)
     tree["data"].update(test_per_client=samples)
+    tree["data"] = {k: v for k, v in tree["data"].items() if not k.startswith("unseen")}
     tree["topology"] = {"name": "auto", "neighbors": clients - 1, "sampled": clients}
     tree["run"].update(rounds=2, evaluate_every=1, epochs_per_client=None, threads=threads)
     return parse_config(tree)
