@@ -3,6 +3,9 @@
 from quiverfl.clock.devices import (
     Devices as Devices,
 )
+from quiverfl.clock.settings import (
+    Timing as Timing,
+)
 from quiverfl.data.batches import (
     batch_order as batch_order,
 )

@@ -156,7 +156,6 @@ def test_the_folder_says_what_was_spent(tmp_path: Path) -> None:
 
 CASES = list({method.name: (method, choices[0]) for method, choices in METHODS}.values())
 ALLOWED = {"osgp", "dfedpgp", "dfedpgpsam", "dfedavgm", "dfedavgmp", "dfedsam", "pushdiging"}
-ALLOWED |= {"dfedsalt", "dfedsgpsm", "deprl", "kgt"}
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,6 @@ def test_the_mean_is_that_of_honest_clients_here_and_in_the_folder(tmp_path: Pat
 # What goes together.
 
 ALLOWED = {"osgp", "dfedpgp", "dfedpgpsam", "pushdiging", "dfedavgm", "dfedavgmp", "dfedsam"}
-ALLOWED |= {"dfedsalt", "dfedsgpsm", "deprl", "kgt"}
 CASES = [
     pytest.param(
         method, graphs, id=str(method), marks=() if method.name in ALLOWED else pytest.mark.slow

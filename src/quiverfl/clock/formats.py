@@ -14,6 +14,7 @@ no function, so that they can hold numbers, texts, lists and dictionaries and no
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import pickle
@@ -78,6 +79,11 @@ def read_traces(path: Path, clients: int, seed: int) -> tuple[Trace, ...]:
         Trace.of(intervals, period, f"{path}: client {client}")
         for client, (intervals, period) in enumerate(parts)
     )
+
+
+def hash_file(path: Path) -> str:
+    """What a run's identity says of a file that it was made from."""
+    return hashlib.sha256(_read(path)).hexdigest()
 
 
 def _read(path: Path) -> bytes:

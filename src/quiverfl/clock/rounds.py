@@ -56,8 +56,16 @@ class RoundTimer:
     """Advances round by round: it knows when every client is ready for the next one."""
 
     def __init__(
-        self, devices: Devices, kind: Kind, skip: bool = False, deadline: float | None = None
+        self,
+        devices: Devices,
+        kind: Kind,
+        skip: bool = False,
+        deadline: float | None = None,
+        mass: bool = True,
     ) -> None:
+        """`skip` and `deadline` leave out who is away and what is late. `mass`: whose weights those
+        are, the sender's wherever they are shares."""
+        self._mass = mass
         self._devices, self._kind, self._skip = devices, kind, skip
         self._deadline = None if deadline is None else microseconds(deadline)
         self._late = microseconds(devices.latency)
@@ -191,7 +199,7 @@ class RoundTimer:
         """The graph without some links, and which links are left; their weights stay at home."""
         if not gone.any():
             return graph, ~gone
-        owner = senders if graph.column_stochastic else receivers
+        owner = senders if self._mass and graph.column_stochastic else receivers
         if self._kind == "undirected":  # an exchange needs both directions
             lost = set(zip(receivers[gone].tolist(), senders[gone].tolist(), strict=True))
             pairs = zip(receivers.tolist(), senders.tolist(), strict=True)

@@ -7,9 +7,11 @@ function of the configuration. At one instant everybody gives, then everybody ta
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,10 @@ class Schedule:
 
     def until(self, t: int) -> list[Job]:
         """The jobs that end up to and including t, after those that were asked for before."""
+        with _without_collector():
+            return self._play(t)
+
+    def _play(self, t: int) -> list[Job]:
         ended: list[Job] = []
         while self._ends and self._ends[0][0] <= t:
             now, client = heapq.heappop(self._ends)
@@ -91,10 +97,6 @@ class Schedule:
     def mass(self) -> tuple[int, int]:
         """(units that clients hold, units under way); together always clients · 2^48."""
         return self.devices.clients * UNIT, 0
-
-    def needed(self) -> set[int]:
-        """Numbers of jobs whose messages somebody will still take."""
-        return {number for job in self.running.values() for number, _ in job.takes}
 
     def joules(self, t: int) -> Floats:
         """What every client has drawn up to t; a job counts when it ends."""
@@ -119,12 +121,16 @@ class Schedule:
 
     def _send(self, sender: int, receiver: int, now: int) -> int:
         """When a message has arrived: first come, first served on both links."""
-        begin = max(now, self.up_free[sender])
-        out = begin + self._out[sender]
-        self.up_free[sender] = out
-        size = self._payload[sender]
-        first = max(begin + self._late, self._down_free[receiver])
-        arrived: int = max(out + self._late, first + int(size * self._in[receiver] + 0.999999))
+        begin, free, size = self.up_free[sender], self._down_free[receiver], self._payload[sender]
+        if begin < now:
+            begin = now
+        self.up_free[sender] = out = begin + self._out[sender]
+        first = begin + self._late
+        if first < free:
+            first = free
+        arrived: int = first + int(size * self._in[receiver] + 0.999999)
+        if arrived < out + self._late:
+            arrived = out + self._late
         if self.devices.traces:
             arrived = self.devices.traces[receiver].next_there(arrived)
         self._down_free[receiver] = arrived
@@ -132,6 +138,18 @@ class Schedule:
         self.received[receiver] += size
         self.transfers += 1
         return arrived
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A schedule makes many small objects and no circles: looking for these costs more than it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Push(Schedule):
@@ -161,22 +179,23 @@ class Push(Schedule):
         if self.up_free[client] > now or (job.units < LEAST and not self._heard[client]):
             return
         receivers, weights = self._columns.read(client, job.round)
-        if weights is None:  # all parts are equal
-            own = int(client in receivers)
-            parts = dict.fromkeys((r for r in receivers if r != client), 1)
+        if weights is None and client in receivers:  # the usual case of what follows
+            receivers.remove(client)
+            whole = len(receivers) + 1
+            part, units = 1 / whole, job.units // whole
+            shares = [(receiver, part, units) for receiver in receivers if units]
+            own = part
         else:
-            parts = dict(zip(receivers, map(to_units, weights), strict=True))
-            own = parts.pop(client, 0)
-        shares, whole = split_mass(job.units, parts, own)
+            shares, own = _split(job, receivers, weights)
         if not shares:
             return
-        job.own, job.gives = own / whole, len(shares)
+        job.own, job.gives = own, len(shares)
         self._heard[client] = False
-        for receiver, units in shares.items():
-            arrived = self._send(client, receiver, now)
-            self._held[client] -= units
-            share = (arrived, client, job.number, parts[receiver] / whole, units)
-            heapq.heappush(self._inbox[receiver], share)
+        inbox, number, send = self._inbox, job.number, self._send
+        for receiver, part, units in shares:
+            share = (send(client, receiver, now), client, number, part, units)
+            heapq.heappush(inbox[receiver], share)
+        self._held[client] -= sum(share[2] for share in shares)
 
     def _take(self, job: Job, now: int) -> None:
         client, inbox = job.client, self._inbox[job.client]
@@ -192,8 +211,16 @@ class Push(Schedule):
     def mass(self) -> tuple[int, int]:
         return sum(self._held), sum(share[-1] for inbox in self._inbox for share in inbox)
 
-    def needed(self) -> set[int]:
-        return super().needed() | {share[2] for inbox in self._inbox for share in inbox}
+
+def _split(
+    job: Job, receivers: list[int], weights: list[float] | None
+) -> tuple[list[tuple[int, float, int]], float]:
+    """(receiver, part, units) of every share that has any mass, and the part that stays."""
+    units = [1] * len(receivers) if weights is None else map(to_units, weights)
+    parts = dict(zip(receivers, units, strict=True))
+    own = parts.pop(job.client, 0)
+    shares, whole = split_mass(job.units, parts, own)
+    return [(r, parts[r] / whole, count) for r, count in shares.items()], own / whole
 
 
 class Pairs(Schedule):
@@ -220,9 +247,6 @@ class Pairs(Schedule):
         )
         for job, taken in ((one, other), (other, one)):
             self._begin(job.client, job.round + 1, end, UNIT, [(taken.number, 0.5)])
-
-    def needed(self) -> set[int]:
-        return super().needed() | {job.number for job in self._waiting}
 
 
 class _Columns:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from quiverfl.clock.devices import Devices, draw_traces
 from quiverfl.clock.formats import read_devices, read_traces
@@ -153,6 +156,19 @@ class ClockSettings:
         return [*(every * (k + 1) for k in range(count - 1)), self.until]
 
 
+def choose_rounds(clock: ClockSettings, given: Mapping[str, Any]) -> dict[str, int]:
+    """`rounds` and `evaluate_every` of a run that counts none: one for each evaluation."""
+    chosen = {"rounds": len(clock.times), "evaluate_every": 1}
+    for name, value in chosen.items():
+        if given.get(name, value) != value:
+            other = "clock.until" if name == "rounds" else "clock.evaluate_every"
+            raise QuiverError(
+                f'run.{name} = {given[name]} with clock.waits = "{clock.waits}": nobody counts '
+                f"rounds there, and {other} says it in seconds; leave run.{name} out."
+            )
+    return chosen
+
+
 @dataclass(frozen=True, eq=False)
 class Timing:
     """The clock of a run: its devices, and the fields of ClockSettings."""
@@ -170,6 +186,13 @@ class Timing:
         object.__setattr__(self, "devices", devices)
         clock = ClockSettings(**python_number({"waits": "graph", **options}))
         object.__setattr__(self, "clock", clock)
+
+    def record(self) -> dict[str, dict[str, Any]]:
+        """What a run folder says of it: the clock, and a digest of the devices."""
+        values = {f.name: getattr(self.devices, f.name) for f in fields(Devices)}
+        text = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+        digest = hashlib.sha256(repr(text).encode()).hexdigest()[:16]
+        return {"clock": asdict(self.clock), "devices": {"digest": digest}}
 
 
 def make_devices(

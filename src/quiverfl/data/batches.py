@@ -37,7 +37,7 @@ def batch_order(
 def sample_key_hashes(
     seed: int,
     client: object,
-    round: int,
+    round: object,
     phase: int,
     epoch: object,
     sample: object,
@@ -125,7 +125,7 @@ def _halve(counts: Integers) -> tuple[Integers, Integers]:
 def plan_batches(
     seed: int,
     clients: Integers,
-    round: int,
+    round: int | Integers,
     phase: int,
     epochs: Integers | None,
     sizes: Integers,
@@ -134,6 +134,7 @@ def plan_batches(
 ) -> BatchPlan:
     """The batches of a phase for clients with their own number of epochs and samples.
 
+    `round` is one for all, or each client's own.
     Without a number of epochs: `most_steps` steps, of as many epochs as that takes.
     """
     batch, per_epoch, epochs = _count_epochs(epochs, sizes, batch_size, most_steps)
@@ -198,7 +199,7 @@ def _count_samples(
 def _order_samples(
     seed: int,
     clients: Integers,
-    round: int,
+    round: int | Integers,
     phase: int,
     epochs: Integers,
     position: Integers,
@@ -208,6 +209,7 @@ def _order_samples(
     """[clients, epochs, positions]; what is not inside comes last."""
     if batch_size is None:
         return np.broadcast_to(position, (len(clients), len(epochs), len(position)))
+    round = round if isinstance(round, int) else round[:, None, None]
     among = (clients[:, None, None], round, phase, epochs[:, None], position)
     keys = key_hashes(seed, "batches", *among)
     if not inside.all():

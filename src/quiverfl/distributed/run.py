@@ -121,6 +121,11 @@ def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
             'task.labels = "own" on several ranks: clients with models of their own are computed '
             "in one process; run it without --ranks, or leave task.labels out."
         )
+    if config.clock.waits is not None:
+        raise QuiverError(
+            f'clock.waits = "{config.clock.waits}" on several ranks: a run with a clock is made in '
+            "one process. Run it without --ranks, or time it afterwards: quiver report --devices."
+        )
     dataset, method = load_data(config), make_method(config)
     partition = partition_data(config, dataset)
     settings = config.run.for_clients(partition.clients)

@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quiverfl.engine.exchange.exchange import Exchange
 from quiverfl.engine.execution import Measurement
 from quiverfl.engine.history import History
 from quiverfl.engine.settings import ExecutorName
@@ -105,6 +104,13 @@ class DamagedCheckpoint(QuiverError):
         self.path, self.why = path, why
 
 
+class Carrier(Protocol):
+    """What carries messages: an exchange, or what plays a schedule."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
+    def restore(self, tensors: dict[str, Tensor]) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """`round` rounds are complete. What `take` gives borrows the shard's tensors until the next
@@ -118,7 +124,7 @@ class Checkpoint:
     """What a trial chose for the run: it goes on with that, to the same bits."""
 
     @classmethod
-    def take(cls, round: int, shard: Shard, exchange: Exchange, history: History) -> Checkpoint:
+    def take(cls, round: int, shard: Shard, exchange: Carrier, history: History) -> Checkpoint:
         tensors = {f"state/{name}": leaf for name, leaf in shard.state._asdict().items()}
         tensors.update((f"flight/{name}", leaf) for name, leaf in exchange.tensors().items())
         local: dict[str, Tensor] = {}
@@ -154,7 +160,7 @@ class Checkpoint:
             self.measured,
         )
 
-    def apply(self, shard: Shard, exchange: Exchange) -> None:
+    def apply(self, shard: Shard, exchange: Carrier) -> None:
         """Put everything back."""
         own = {f"state/{name}": leaf for name, leaf in shard.state._asdict().items()}
         if shard.statistics is not None:

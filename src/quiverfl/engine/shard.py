@@ -111,8 +111,8 @@ class Shard:
         """What clients know of each other, if the topology looks."""
         return None if self.reports is None else self.reports.view
 
-    def train(self, round: int, active: Flags, share: float | None = None) -> None:
-        """Train the active clients.
+    def train(self, round: int | Integers, active: Flags, share: float | None = None) -> None:
+        """Train the active clients. `round` is one for all, or every client's own.
 
         `share` of all clients train in this round: of those of this world, unless it is given.
         """
@@ -122,11 +122,11 @@ class Shard:
         width = self.context.executor.chunk
         chosen, blocks = np.flatnonzero(active), self.blocks.trained
         compute_groups(self.world, work, chosen, width, self.workers, blocks)
-        if self.context.private is not None:
+        if self.context.private is not None and isinstance(round, int):
             visits = self.world.gather(torch.from_numpy(self.visits)).numpy()
             check_budget(visits, self.context.private, round, self.world.everybody)
 
-    def _train_group(self, round: int, share: float, group: ClientGroup) -> None:
+    def _train_group(self, round: int | Integers, share: float, group: ClientGroup) -> None:
         reports = self.reports
         state = to_device(take_rows(self.state, group.rows), self.context.device)
         statistics = self.open_client(group.rows) if self.opens_clients else None

@@ -193,14 +193,16 @@ def merge_states(
 
 
 def check_finite(
-    state: Any, clients: Integers, round: int, what: str = "the trained state"
+    state: Any, clients: Integers, round: int | Integers, what: str = "the trained state"
 ) -> None:
     """End a run in which a trained state is not finite."""
     for leaf in state:
         sums = leaf.reshape(len(clients), -1).sum(dim=1)
         bad = torch.nonzero(~torch.isfinite(sums))
         if len(bad):
-            raise Diverged(round, int(clients[int(bad[0])]), what)
+            client = int(clients[int(bad[0])])
+            when = round if isinstance(round, int) else int(round[client])
+            raise Diverged(when, client, what)
 
 
 def initial_statistics(

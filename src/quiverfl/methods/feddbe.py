@@ -120,7 +120,7 @@ class FedDBE(Method[DBEState]):
             weights: Tensor,
         ) -> Tensor:
             """ℓ + κ · ½ · the mean over dimensions of (z̄ - z̄^g)², z̄ being the batch's mean."""
-            mean = (weights[:, None] * seen.features).sum(dim=0) / weights.sum()
+            mean = weights @ seen.features / weights.sum()
             pull = (mean - state.mean).square().mean() / 2
             supervised: Tensor = task.loss(seen.outputs, targets)
             return supervised + self.mean_weight * state.known * pull
@@ -142,8 +142,7 @@ class FedDBE(Method[DBEState]):
     def _sum_features(
         self, seen: ModelOutputs, targets: Tensor, weights: Tensor, state: DBEState
     ) -> Message:
-        sums = (weights[:, None] * seen.features).sum(dim=0)
-        return {"sums": sums, "number": weights.sum()}
+        return {"sums": weights @ seen.features, "number": weights.sum()}
 
     def _keep_sums(self, state: DBEState, info: StepInfo) -> DBEState:
         assert info.statistics is not None

@@ -77,10 +77,18 @@ at a time and compared at most; how long it waits for another once it has enough
 Record = Callable[[dict[str, Any]], None]
 
 
+CLOCK = ("devices", "network", "clock")
+
+
 def load_peer_config(folder: PeerFolder) -> Config:
     config = parse_config(folder.agreed_experiment, str(folder.path / "run.toml"))
     members = len(folder.roster.members)
     check_shared_config(config)
+    if any(getattr(config, name) != Config.model_fields[name].default for name in CLOCK):
+        raise QuiverError(
+            "[devices], [network] and [clock] are for simulations: real peers take the time they "
+            "take. Leave these sections out of run.toml."
+        )
     if config.data.clients != members:
         raise QuiverError(
             f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "

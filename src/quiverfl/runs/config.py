@@ -10,6 +10,8 @@
 [privacy]  how updates are clipped, and the noise on them
 [robustness]  which messages of neighbours are trusted
 [adversary]  clients that attack, and how
+[devices]   how fast clients compute, when they are there; [network]: their links
+[clock]     who waits for whom, in seconds
 [run]       rounds, seed, and how the run is carried out
 [track]     where else its numbers go: TensorBoard, Weights & Biases, MLflow
 [overrides.METHOD.SECTION]  values for one method when several are compared
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from pydantic import (
@@ -34,6 +36,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticUndefined
 
+from quiverfl.clock.settings import (
+    ClockSettings,
+    DeviceSettings,
+    NetworkSettings,
+    Timing,
+    choose_rounds,
+    make_devices,
+)
 from quiverfl.data.unseen import UNSEEN_OPTIONS, Part, Start, When
 from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import QuiverError, suggest
@@ -190,9 +200,37 @@ class Config(Section):
     privacy: TransformConfig = TransformConfig()
     robustness: TransformConfig = TransformConfig()
     adversary: TransformConfig = TransformConfig()
+    devices: DeviceSettings = DeviceSettings()
+    network: NetworkSettings = NetworkSettings()
+    clock: ClockSettings = ClockSettings()
     run: RunSettings = RunSettings()
     track: TrackConfig = TrackConfig()
     overrides: dict[str, dict[str, Options]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _count_evaluations(self) -> Config:
+        """Without waiting, nobody counts rounds: there is one for each evaluation."""
+        if self.clock.asynchronous:
+            given = {} if "run" not in self.model_fields_set else asdict(self.run)
+            if given.get("rounds") == RunSettings.rounds:  # the default: not given, or as if not
+                del given["rounds"]
+            chosen: Any = choose_rounds(self.clock, given)
+            object.__setattr__(self, "run", replace(self.run, **chosen))
+        return self
+
+    def timing(self, clients: int) -> Timing | None:
+        """Make the devices and the clock, if the run has one."""
+        if self.clock.waits is None:
+            for name in ("devices", "network"):
+                if getattr(self, name) != Config.model_fields[name].default:
+                    raise QuiverError(
+                        f'[{name}] without clock.waits: say who waits: "graph", "all", "pairs" or '
+                        '"nobody". (`quiver report --devices FILE` times a finished run.)'
+                    )
+            return None
+        seed, size = self.run.seed, self.training.batch_size
+        devices = make_devices(self.devices, self.network, clients, seed, size)
+        return Timing(devices, **asdict(self.clock))
 
     def transforms(self) -> Transforms:
         """Make the transforms of messages."""

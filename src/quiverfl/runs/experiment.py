@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from quiverfl.clock.formats import hash_file
 from quiverfl.data.dataset import Dataset, describe_dataset
 from quiverfl.data.federated import FederatedData, federate, number_own_labels
 from quiverfl.data.partition import Partition, check_partition, make_partition
@@ -25,6 +26,7 @@ from quiverfl.errors import Interrupted, QuiverError, Stopped
 from quiverfl.methods import METHODS
 from quiverfl.methods.contract import Method
 from quiverfl.methods.optional import adaptation_phase
+from quiverfl.methods.push_sum import offers_step
 from quiverfl.models import MODELS, PRETRAINED, make_model
 from quiverfl.models.pretrained import hash_weights
 from quiverfl.runs.callbacks import make_trackers
@@ -37,7 +39,7 @@ from quiverfl.runs.simulate import Simulation, make_seeded_topology, make_usual_
 from quiverfl.support.cards import ReprCard, format_thousands
 from quiverfl.support.references import hash_source, is_reference
 from quiverfl.task import Task
-from quiverfl.topologies import Topology
+from quiverfl.topologies import Topology, make_topology
 
 # Ctrl-C in a run that writes to a folder: the round it is in is finished and saved.
 
@@ -176,6 +178,7 @@ class Experiment(ReprCard):
             self.config.training,
             self.config.run.for_clients(self.data.clients),
             self.config.transforms(),
+            timing=self.config.timing(self.data.clients),
         )
 
 
@@ -334,8 +337,16 @@ def read_finished_summary(
 
 
 def make_method(config: Config) -> Method:
+    """The configured method; without waiting, push-sum methods take the debiased step by default.
+
+    Mass gathers at slow clients there, and the paper's η/μ moves fast ones by many times η.
+    """
+    kind, options = METHODS.find(config.method.name), config.method.options()
+    named = {"step", "step_floor"} & options.keys()
+    if config.clock.asynchronous and not named and offers_step(kind):
+        options["step"] = "debiased"
     try:
-        return METHODS.find(config.method.name)(**config.method.options())
+        return kind(**options)
     except TypeError as error:
         raise QuiverError(f"method {config.method.name!r}: {error}.") from error
 
@@ -366,7 +377,9 @@ def digest_inputs(config: Config, dataset: Dataset) -> dict[str, str]:
     weights = {}
     if options.get("weights"):
         weights["weights of the model"] = hash_weights(Path(options["weights"]).expanduser())
-    return {f"data {config.data.name}": dataset.digest, **code, **weights}
+    files = (config.devices.file, config.devices.traces)
+    timed = {f"devices {name}": hash_file(Path(name)) for name in files if name is not None}
+    return {f"data {config.data.name}": dataset.digest, **code, **weights, **timed}
 
 
 def digest_available_inputs(config: Config, shelf: DatasetCache) -> dict[str, str]:
@@ -441,6 +454,8 @@ def make_run_topology(config: Config, method: Method, clients: int) -> Topology:
     """The configured topology, or the usual one of the method."""
     name, options = config.topology.name, config.topology.options()
     if name == "auto":
+        if config.clock.waits == "pairs" and method.topology not in ("isolated", "star"):
+            return make_topology("full", clients)  # who is ready meets whoever is ready
         return make_usual_topology(method, clients, config.run.seed, options)
     check_method_parts(method)
     return make_seeded_topology(name, clients, config.run.seed, options)

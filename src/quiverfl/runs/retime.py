@@ -5,15 +5,14 @@ Who trains, who sends to whom, how many steps and bytes: a run has recorded what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quiverfl.clock.devices import Devices
-from quiverfl.clock.rounds import RoundTimer, RoundTimes, choose_kind
+from quiverfl.clock.rounds import RoundTimes
+from quiverfl.clock.run import Record, time_records
 from quiverfl.clock.settings import DeviceSettings, NetworkSettings, make_devices
 from quiverfl.errors import QuiverError
 from quiverfl.results.run_files import RunResult, read_lines
@@ -21,14 +20,10 @@ from quiverfl.results.summary import rounds_frame, summarize_attacked
 from quiverfl.runs.experiment import make_method, make_run_topology
 from quiverfl.runs.folder import RunFolder
 from quiverfl.runs.run import AnyRun, Run, SavedRun
-from quiverfl.topologies.analysis import graph_from_text
-from quiverfl.topologies.graph import Graph
-from quiverfl.topologies.topology import Topology, count_uploads
+from quiverfl.topologies.topology import Topology
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Record = Mapping[str, Any]
 
 
 class RetimedRun(AnyRun):
@@ -77,13 +72,13 @@ def retime(run: Run | SavedRun | Path | str, devices: Devices, waits: str = "gra
 
         run = load_run(run)
     if isinstance(run, SavedRun):
-        topology: Topology | None = _read_topology(run.path, run.clients)
+        topology = _read_topology(run.path, run.clients)
         records: list[Record] = list(read_lines(run.path / "rounds.jsonl"))
     elif isinstance(run, Run):
         topology, records = run.simulation.topology, list(run._history.records)
     else:
         raise QuiverError(f"retime: {type(run).__name__} is no run: give a Run or a run folder.")
-    times = time_records(records, topology, devices.check_clients(run.clients), waits)
+    times = time_records(_latest(records), topology, devices.check_clients(run.clients), waits)
     return RetimedRun(run, times, add_times(records, times))
 
 
@@ -96,30 +91,8 @@ def retime_result(
     made = make_devices(devices, network, result.clients, seed, size)
     records = read_lines(result.path / "rounds.jsonl")
     topology = _read_topology(result.path, result.clients)
-    times = time_records(records, topology, made, waits)
+    times = time_records(_latest(records), topology, made, waits)
     return replace(result, rounds=rounds_frame(add_times(records, times)))
-
-
-def time_records(
-    records: Iterable[Record], topology: Topology | None, devices: Devices, waits: str
-) -> list[RoundTimes]:
-    """The times of recorded rounds, in order."""
-    timer: RoundTimer | None = None
-    times = []
-    for record in _latest(records):
-        if "jobs" in record:
-            raise QuiverError(
-                "this run was simulated without waiting for each other: its seconds are its own, "
-                "and on other devices it would be another run."
-            )
-        graph = _graph_of(record, topology)
-        if timer is None:
-            timer = RoundTimer(devices, choose_kind(graph, waits))
-        sent, uploads = np.asarray(record["sent_bytes"]), count_uploads(graph)
-        payload = np.where(uploads > 0, sent // np.maximum(uploads, 1), 0)
-        steps = np.asarray(record["steps"], dtype=np.int64)
-        times.append(timer.advance(graph, steps, payload.astype(np.int64)))
-    return times
 
 
 def add_times(records: Iterable[Record], times: Iterable[RoundTimes]) -> list[Record]:
@@ -130,17 +103,6 @@ def _latest(records: Iterable[Record]) -> list[Record]:
     """One record of every round, as it was recorded last, in order."""
     latest = {int(record["round"]): record for record in records}
     return [record for _, record in sorted(latest.items())]
-
-
-def _graph_of(record: Record, topology: Topology | None) -> Graph:
-    if isinstance(record.get("links"), str):
-        return graph_from_text(record["links"])
-    if topology is None or topology.reports is not None:
-        raise QuiverError(
-            f"round {record['round']} has no record of its graph, which depended on the run: its "
-            "times cannot be told."
-        )
-    return topology(int(record["round"]))
 
 
 def _read_topology(folder: Path, clients: int) -> Topology:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from quiverfl.clock.player import Player
 from quiverfl.data.examples import ClientExamples
 from quiverfl.data.federated import FederatedData, InputTransform
 from quiverfl.engine.checkpoint import Checkpoint
@@ -145,7 +146,7 @@ class Run(AnyRun):
     """The Experiment it was made from, where there was one."""
 
     def __init__(
-        self, simulation: Simulation, shard: Shard, exchange: Exchange, history: History
+        self, simulation: Simulation, shard: Shard, exchange: Exchange | Player, history: History
     ) -> None:
         self.simulation = simulation
         self._task, self._data = simulation.task, simulation.data
@@ -319,6 +320,7 @@ def _describe_run(run: Run, name: str | None) -> dict[str, dict[str, Any]]:
         "topology": {"name": simulation.topology.name, **simulation.topology.options},
         "training": asdict(simulation.training),
         **simulation.transforms.record(),
+        **({} if simulation.timing is None else simulation.timing.record()),
         "run": settings,
     }
 

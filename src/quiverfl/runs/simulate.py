@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from quiverfl.clock.checks import check_timing, warn_of_step
+from quiverfl.clock.player import Player
+from quiverfl.clock.run import RoundClock, count_steps, make_player, run_events
+from quiverfl.clock.settings import Timing, choose_rounds
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.checks.messages import check_transforms
@@ -19,7 +23,14 @@ from quiverfl.engine.collective import LocalWorld, World
 from quiverfl.engine.exchange.build import build_exchange, poison_training_data
 from quiverfl.engine.exchange.exchange import Exchange
 from quiverfl.engine.execution import Measurement, set_precision
-from quiverfl.engine.history import Callback, History, Recorder, Recorders, checked_callbacks
+from quiverfl.engine.history import (
+    Callback,
+    History,
+    Record,
+    Recorder,
+    Recorders,
+    checked_callbacks,
+)
 from quiverfl.engine.local.programs import is_convolutional
 from quiverfl.engine.rounds import run_rounds
 from quiverfl.engine.settings import RunSettings
@@ -38,6 +49,7 @@ from quiverfl.transforms.attacks import Adversary, choose_attackers
 from quiverfl.transforms.compression import Compression
 from quiverfl.transforms.privacy import DPSGD, UpdatePrivacy
 from quiverfl.transforms.robustness import Robustness
+from quiverfl.types import Integers
 
 SMALL_WORK = 50_000_000
 """Products in a step of all clients together below which threads wait more than they work."""
@@ -58,6 +70,7 @@ class Simulation:
     settings: RunSettings
     transforms: Transforms = PLAIN
     world: World | None = None
+    timing: Timing | None = None
 
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""
@@ -72,6 +85,8 @@ class Simulation:
         check_transforms(
             self.transforms, self.task, self.data, self.method, self.topology, self.settings
         )
+        if self.timing is not None:
+            check_timing(self.timing, self.task, self.method, self.topology, self.transforms)
         if self.data.unseen is not None:
             fits = (self.task, self.data, self.method, self.transforms, self.settings)
             check_unseen(self.data.unseen, *fits)
@@ -132,10 +147,31 @@ class Simulation:
         crowd = self.settings.history == "auto" and self.topology.clients > CROWD
         return CROWD if crowd and not attacked else None
 
-    def exchange(self, shard: Shard) -> Exchange:
+    def exchange(self, shard: Shard) -> Exchange | Player:
+        """What carries messages; without waiting, what carries out the schedule."""
+        if self.timing is not None and self.timing.clock.asynchronous:
+            return make_player(self.timing, shard, self._graphs, self._steps)
         return build_exchange(
             self.transforms, self.method, self.topology, self.settings, shard.outbox, shard.world
         )
+
+    @property
+    def _steps(self) -> Integers:
+        sizes = self.data.train.sizes
+        return count_steps(self.task, self.method, self.training, sizes, self.settings)
+
+    def _round_clock(self, shard: Shard, exchange: Exchange, records: list[Record]) -> RoundClock:
+        """The clock of rounds, at the end of those that were recorded before."""
+
+        def predict() -> tuple[Integers, Integers]:
+            messages = shard.outbox()
+            return self._steps, exchange.coded_sizes(messages, shard.payload(messages))
+
+        assert self.timing is not None
+        clock = RoundClock(self.timing, self._graphs, self.method.mass is not None, predict)
+        for record in records:
+            clock.stamp(record)
+        return clock
 
     def run(
         self,
@@ -183,7 +219,17 @@ class Simulation:
                 with told.closing(), contextlib.suppress(_Enough):
                     if start and any(one.enough() for one in patience):
                         raise _Enough
-                    run_rounds(shard, exchange, self._graphs, told, settings, start, after_round)
+                    if isinstance(exchange, Player):
+                        assert self.timing is not None
+                        more = (settings, start, after_round)
+                        run_events(shard, exchange, self.timing, told, *more)
+                    else:
+                        graphs, listener = self._graphs, cast(Recorder, told)
+                        if self.timing is not None:
+                            clock = self._round_clock(shard, exchange, history.records)
+                            graphs, listener = clock.topology, clock.stamped(told)
+                        more = (settings, start, after_round)
+                        run_rounds(shard, exchange, graphs, listener, *more)
             except (CallbackFailed, Diverged, Stopped) as error:
                 error.run = run
                 raise
@@ -226,6 +272,7 @@ def simulate(
     privacy: UpdatePrivacy | DPSGD | None = None,
     robustness: Robustness | None = None,
     adversary: Adversary | None = None,
+    timing: Timing | None = None,
     settings: RunSettings | None = None,
     recorder: Recorder | None = None,
     resume: Checkpoint | None = None,
@@ -253,8 +300,15 @@ def simulate(
     how they are blurred (qv.UpdatePrivacy()), `robustness` which part of them is taken
     (qv.Balance()), `adversary` who forges them (qv.SignFlip()).
 
+    `timing` gives the run devices and a clock (qv.Timing): rounds with their seconds, or a run in
+    which nobody waits, which has no rounds: `until` ends it.
+
     A run that diverges or is interrupted raises; the error's `run` has what there was.
     """
+    if timing is not None and not isinstance(timing, Timing):
+        raise QuiverError(f"timing is a {type(timing).__name__}: give qv.Timing(devices, …).")
+    if timing is not None and timing.clock.asynchronous and settings is None:
+        options.update(choose_rounds(timing.clock, options))
     if settings is None:
         settings = RunSettings.of(options)
     elif options:
@@ -271,8 +325,20 @@ def simulate(
     training = Training() if training is None else training
     _check_resume(resume)
     transforms = Transforms(compression, privacy, robustness, adversary)
+    if timing is not None and timing.clock.asynchronous:
+        choose_rounds(timing.clock, asdict(settings))
+        warn_of_step(method)
     # Without one, data is no FederatedData, which check() says before it looks at a topology.
-    simulation = Simulation(task, data, method, topology, training, settings, transforms)  # type: ignore[arg-type]
+    simulation = Simulation(
+        task,
+        data,
+        method,
+        topology,  # type: ignore[arg-type]
+        training,
+        settings,
+        transforms,
+        timing=timing,
+    )
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
     watchers = checked_callbacks(callbacks)

@@ -48,9 +48,12 @@ class ClientGroup:
 
 @dataclass(frozen=True)
 class PhaseIndex:
-    """Which phase of which round this is, and which share of all clients trains in that round."""
+    """Which phase of which round this is, and which share of all clients trains in that round.
 
-    round: int
+    Where clients do not wait for each other, `round` is every client's own, by its number.
+    """
+
+    round: int | Integers
     number: int
     share: float = 1.0
 
@@ -94,5 +97,6 @@ class PhaseContext:
         """The keys of the clients' models in some steps, on the CPU; None if they draw nothing."""
         if not self.draws:
             return None
-        hashes = key_hashes(self.seed, "draws", clients, index.round, index.number, steps)
+        round = index.round if isinstance(index.round, int) else index.round[clients]
+        hashes = key_hashes(self.seed, "draws", clients, round, index.number, steps)
         return torch.from_numpy(hashes.view(np.int64))

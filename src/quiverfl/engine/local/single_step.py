@@ -57,6 +57,7 @@ class SingleSteps:
     def step(self, phase: SingleStep, state: Any, index: PhaseIndex, asked: dict[str, Any]) -> Any:
         """The step itself, all clients together."""
         context, device = self.context, self.context.device
+        assert isinstance(index.round, int)  # a clock refuses such phases where nobody waits
         info = partial(StepInfo, index.round, context.rounds, context.training, index.share)
         if device.type not in NO_FLOAT64:
             return take_single_step(phase, state, asked, info)
@@ -72,6 +73,7 @@ class SingleSteps:
         everyone = sizes if group.company is None else group.company.train
         counts, among = (s if batch is None else np.minimum(batch, s) for s in (sizes, everyone))
         samples = np.zeros((len(sizes), int(among.max())), dtype=np.int64)
+        assert isinstance(index.round, int)
         for row, (client, size) in enumerate(zip(group.ids, sizes, strict=True)):
             order = np.arange(size)
             if batch is not None:

@@ -93,7 +93,8 @@ class Trainer:
         if epochs is None and phase.epochs is not None:
             epochs = np.full(len(sizes), phase.epochs)
         trains, each = self._trains(phase), count_gradients(phase)
-        when = (group.ids, index.round, index.number, epochs, sizes)
+        round = index.round if isinstance(index.round, int) else index.round[group.ids]
+        when = (group.ids, round, index.number, epochs, sizes)
         plan = plan_batches(context.seed, *when, training.batch_size, phase.steps)
         steps = plan.steps * each
         if not plan.steps.any() or not trains:
@@ -111,7 +112,7 @@ class Trainer:
             return _take_rows(work.run_interleaved(phase, first), back), steps, {}
         params, buffers = work.run(phase, first, training, _take_buffers(buffers, order))
         reached = _take_rows(params, back)
-        trained = _describe_trained(reached, plan.steps * phase.repeats, training, index)
+        trained = _describe_trained(reached, plan.steps * phase.repeats, training, index, round)
         after = vmap_clients(phase.update)(state, trained)
         after = _keep_idle(after, state, plan.steps == 0)
         return after, steps, _take_buffers(buffers, back) or {}
@@ -179,7 +180,7 @@ class _PhaseWork:
             examples, rows = self._compute_features(program, start), np.arange(len(rows))
             head = program.head_alone()
             programs, params = (lambda _: head), Params(start.shared[:, :0], start.personal)
-        rates = _client_rates(phase, state, start, training, self.index.round)
+        rates = _client_rates(phase, state, start, training, self._round)
         steps = PhaseSteps(phase, context, programs, params, state, rates, training, buffers)
         steps.run(self._batches(phase, examples, rows))
         shared = steps.params.shared if params is start else start.shared
@@ -218,7 +219,8 @@ class _PhaseWork:
         hashes = keys = None
         if examples.augmented:  # for every visit of the phase at once, as it is cheaper
             epochs, clients = plan.epochs[:, :, None], ids[:, None, None]
-            when = (clients, index.round, index.number, epochs, plan.samples)
+            round = index.round if isinstance(index.round, int) else index.round[clients]
+            when = (clients, round, index.number, epochs, plan.samples)
             hashes = sample_key_hashes(context.seed, *when)
         if context.draws:
             keys = context.draw_keys(ids[:, None], index, np.arange(plan.samples.shape[1]))
@@ -229,6 +231,7 @@ class _PhaseWork:
     def _make_noise(self, clients: int, step: int) -> Noise:
         context, index = self.trainer.context, self.index
         purpose = f"dp_sgd {index.number} {step}"
+        assert isinstance(index.round, int)  # a clock refuses DP-SGD where rounds are not in step
         return Noise(context.seed, purpose, index.round, self.group.ids[:clients], context.secret)
 
     def _compute_features(self, program: Program, params: Params) -> Examples:
@@ -259,7 +262,7 @@ class _PhaseWork:
         def programs(number: int) -> Program:
             return context.program(MODULES * turn + number, phase.model)
 
-        rates = _client_rates(phase, state, start, training, self.index.round)
+        rates = _client_rates(phase, state, start, training, self._round)
         return PhaseSteps(phase, context, programs, start, state, rates, training, turn=turn)
 
     def _take_turn(self, steps: PhaseSteps, phase: Train, state: Any, batch: Batch) -> Any:
@@ -268,8 +271,16 @@ class _PhaseWork:
         steps.step(batch)
         reached = Params(*(part[:k].clone() for part in steps.params))
         training = phase_settings(phase, self.trainer.context.training)
-        trained = _describe_trained(reached, np.full(k, phase.repeats), training, self.index)
+        round = self._round if isinstance(self._round, int) else self._round[:k]
+        taken = np.full(k, phase.repeats)
+        trained = _describe_trained(reached, taken, training, self.index, round)
         return vmap_clients(phase.update)(state, trained)
+
+    @property
+    def _round(self) -> int | Integers:
+        """The round, or every client's own."""
+        round = self.index.round
+        return round if isinstance(round, int) else round[self.group.ids]
 
 
 def _trains_head_only(phase: Train) -> bool:
@@ -285,29 +296,48 @@ def count_gradients(phase: Train | Interleaved) -> int:
     return phase.repeats * (2 if twice else 1)
 
 
-def _client_rates(phase: Train, state: Any, start: Params, training: Training, round: int) -> Rates:
+def _client_rates(
+    phase: Train, state: Any, start: Params, training: Training, round: int | Integers
+) -> Rates:
     device = start.shared.device
     exact = torch.float64 if device.type not in NO_FLOAT64 else torch.float32
     one = torch.ones(len(start.shared), dtype=exact, device=device)
     scale = one if phase.lr_scale is None else vmap_clients(phase.lr_scale)(state)
-    shared = training.lr_at(round)
-    personal = training.personal_lr_at(round) if phase.use_personal_lr else shared
+    shared: float | Tensor
+    personal: float | Tensor
+    if isinstance(round, int):
+        shared = training.lr_at(round)
+        personal = training.personal_lr_at(round) if phase.use_personal_lr else shared
+        same = personal == shared
+    else:
+        shared = _own_rates(training.lr_at, round, one)
+        personal = shared
+        if phase.use_personal_lr:
+            personal = _own_rates(training.personal_lr_at, round, one)
+        same = torch.equal(personal, shared)
 
-    def column(rate: float) -> Tensor:
+    def column(rate: float | Tensor) -> Tensor:
         return (rate * scale).to(start.shared.dtype).unsqueeze(1)
 
-    if phase.part == "whole" and personal != shared:
+    if phase.part == "whole" and not same:
         cut = start.shared.shape[1]
         return (slice(0, cut), column(shared)), (slice(cut, None), column(personal))
     return ((slice(None), column(personal if phase.part == "personal" else shared)),)
 
 
+def _own_rates(rate_at: Callable[[int], float], rounds: Integers, like: Tensor) -> Tensor:
+    """The rate of every client's own round."""
+    return like.new_tensor([rate_at(own) for own in rounds.tolist()])
+
+
 def _describe_trained(
-    params: Params, steps: Integers, training: Training, index: PhaseIndex
+    params: Params, steps: Integers, training: Training, index: PhaseIndex, round: int | Integers
 ) -> Trained:
     """The trained models with what a method may want to know of how they were made."""
     like = params.shared
-    eta = training.lr_at(index.round)
+    if not isinstance(round, int):
+        return _describe_own_rounds(params, steps, training, index.share, round)
+    eta = training.lr_at(round)
     rate, share = (like.new_full(steps.shape, value) for value in (eta, index.share))
     if (steps == steps[0]).all():  # made where it is wanted: between two steps nothing is moved
         reach = like.new_full(steps.shape, eta * training.momentum_sum(int(steps[0])))
@@ -317,6 +347,21 @@ def _describe_trained(
         reach = torch.tensor(sums, dtype=like.dtype, device=like.device)
         taken = torch.from_numpy(steps).to(like)
     return Trained(*params, steps=taken, lr=rate, effective_lr_sum=reach, active_fraction=share)
+
+
+def _describe_own_rounds(
+    params: Params, steps: Integers, training: Training, share: float, rounds: Integers
+) -> Trained:
+    """The same where every client is in a round of its own."""
+    like, etas = params.shared, [training.lr_at(own) for own in rounds.tolist()]
+    reach = [eta * training.momentum_sum(n) for eta, n in zip(etas, steps.tolist(), strict=True)]
+    return Trained(
+        *params,
+        steps=torch.from_numpy(steps).to(like),
+        lr=torch.tensor(etas, dtype=like.dtype, device=like.device),
+        effective_lr_sum=torch.tensor(reach, dtype=like.dtype, device=like.device),
+        active_fraction=like.new_full(steps.shape, share),
+    )
 
 
 def _keep_idle(after: Any, before: Any, idle: Flags) -> Any:

@@ -17,6 +17,7 @@ from quiverfl.methods import method_title
 from quiverfl.paper.reproduce import scores, tables
 from quiverfl.paper.reproduce.catalogue import Item
 from quiverfl.paper.reproduce.scores import Results, collect_results
+from quiverfl.results.curves import AGAINST, list_axes
 from quiverfl.results.figures import make_figure, make_panels, plot_curves, save_figure
 from quiverfl.results.formatting import Table, make_file_name, write_result_file, write_tables
 from quiverfl.results.groups import Group
@@ -190,6 +191,9 @@ def _make_figures(
             rows, options.stages, "steps"
         ),
     }
+    for against in list_axes(results.groups)[len(AGAINST) :]:  # of runs with devices
+        title = f"Learning curves, against {'seconds' if against == 'clock' else against}"
+        figures[f"curves-{against}", title] = plot_curves(rows, options.stages, against)
     for stage in options.stages if item.kind == "accuracy" else ():
         figure = draw_case_ranks(results, stage, options.report)
         if figure is not None:

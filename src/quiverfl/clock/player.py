@@ -1,0 +1,226 @@
+"""What a schedule computes: its jobs on the clients' tensors, as many at a time as may be.
+
+Jobs that do not need each other are a level: they train together, with the same bits as one by one.
+A message stays in the pool until everybody who will take a part of it has taken it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quiverfl.clock.schedule import Job, Schedule
+from quiverfl.engine.exchange.fixed_point import UNIT
+from quiverfl.engine.local.vmap import vmap_clients
+from quiverfl.engine.shard import Shard
+from quiverfl.engine.states import take_rows, write_rows
+from quiverfl.errors import QuiverError
+from quiverfl.methods.contract import Message
+from quiverfl.types import Integers
+
+POOL = "pool/"
+
+
+class Player:
+    """Carries a schedule out on a shard of all clients.
+
+    It stands where other runs have an exchange: what is under way belongs to every checkpoint.
+    """
+
+    def __init__(self, shard: Shard, schedule: Schedule, together: bool = True) -> None:
+        clients = len(shard.ids)
+        self._shard, self.schedule, self._together = shard, schedule, together
+        self._mass = shard.method.mass
+        self._rounds: Integers = np.zeros(clients, dtype=np.int64)
+        self._pool = _Pool()
+        self._last: Integers = np.full(clients, -1)
+        """The last job of every client: its message has the part that stays."""
+        self._own = np.ones(clients)
+        self._merged: set[int] = set()
+        self.widths: list[int] = []
+        """How many jobs trained together, batch by batch."""
+
+    def train_until(self, t: int) -> int:
+        """Carry out all jobs that end up to t; how many there were."""
+        jobs = self.schedule.until(t)
+        levels: dict[int, list[Job]] = defaultdict(list)
+        level: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for place, job in enumerate(jobs):  # in the order they end, so after all that they need
+            if self._together:
+                needs = [level.get(number, 0) for number, _ in job.takes]
+                level[job.number] = last[job.client] = 1 + max([last.get(job.client, 0), *needs])
+                levels[level[job.number]].append(job)
+            else:
+                levels[place].append(job)
+        for key in sorted(levels):
+            self._train(sorted(levels[key], key=lambda job: job.client))
+        return len(jobs)
+
+    def merge_running(self, t: int) -> None:
+        """Let everybody take what it has taken by t: the state it trains from at that moment."""
+        running = sorted(self.schedule.running.items())
+        self._merge([job for _, job in running if job.start <= t < job.finish])
+
+    def _train(self, jobs: Sequence[Job]) -> None:
+        self._merge(jobs)
+        self._merged.difference_update(job.number for job in jobs)
+        rows = np.array([job.client for job in jobs])
+        self._rounds[rows] = [job.round for job in jobs]
+        active = np.zeros(len(self._rounds), dtype=bool)
+        active[rows] = True
+        self._shard.train(self._rounds, active, share=1.0)
+        message = self._shard.outbox(rows)
+        self._pool.add(jobs, self._bias(message, jobs))
+        self._last[rows] = [job.number for job in jobs]
+        self._own[rows] = [job.own for job in jobs]
+        self.widths.append(len(jobs))
+
+    def _bias(self, message: Message, jobs: Sequence[Job]) -> Message:
+        """Without the mass, which the schedule counts; a method without one sends μ · z."""
+        if self._mass is not None:
+            return {name: leaf for name, leaf in message.items() if name != self._mass}
+        units = np.array([job.units / UNIT for job in jobs])
+        if (units == 1).all():
+            return message
+        return {name: leaf * _column(units, leaf) for name, leaf in message.items()}
+
+    def _merge(self, jobs: Sequence[Job]) -> None:
+        """What jobs take before they train: their own part first, then the others' as they came."""
+        jobs = [job for job in jobs if job.round > 0 and job.number not in self._merged]
+        if not jobs:
+            return
+        # Those that take the most come first: the k-th part is then for the first few rows.
+        jobs = sorted(jobs, key=lambda job: -len(job.takes))
+        rows = np.array([job.client for job in jobs])
+        mixed = self._pool.take(self._last[rows], self._own[rows])
+        counts = np.array([len(job.takes) for job in jobs])
+        begins = np.cumsum(counts) - counts
+        numbers = np.array([number for job in jobs for number, _ in job.takes], dtype=np.int64)
+        weights = np.array([weight for job in jobs for _, weight in job.takes])
+        for turn in range(int(counts[0])):
+            places = begins[: int((counts > turn).sum())] + turn
+            for name, leaf in self._pool.take(numbers[places], weights[places]).items():
+                mixed[name][: len(places)] += leaf
+        units = np.array([job.units / UNIT for job in jobs])
+        if self._mass is not None:
+            old = getattr(self._shard.state, self._mass)
+            mixed[self._mass] = torch.from_numpy(units).to(old)
+        elif not (units == 1).all():
+            mixed = {name: leaf / _column(units, leaf) for name, leaf in mixed.items()}
+        if mixed:
+            state = self._shard.state
+            merged = vmap_clients(self._shard.method.merge)(take_rows(state, rows), mixed)
+            write_rows(state, rows, merged)
+        self._merged.update(job.number for job in jobs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Messages that somebody will still take. The rest follows from the schedule."""
+        return {f"{POOL}{name}": leaf for name, leaf in self._pool.tensors().items()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `tensors` gave; the schedule is played up to there, without training."""
+        self._pool.restore({n.removeprefix(POOL): t for n, t in tensors.items()})
+
+    def replay(self, t: int) -> None:
+        """Bring the schedule to where it was at t, after `merge_running(t)`."""
+        for job in self.schedule.until(t):
+            self._rounds[job.client] = job.round
+            self._last[job.client], self._own[job.client] = job.number, job.own
+        running = self.schedule.running.values()
+        self._merged = {job.number for job in running if job.start <= t < job.finish}
+
+
+class _Pool:
+    """Messages by the number of their job, each until the last part of it is taken."""
+
+    def __init__(self) -> None:
+        self._leaves: Message = {}
+        self._slots: Integers = np.full(1024, -1)
+        """Where the message of a job lies, by the job's number; -1 where it is not kept."""
+        self._uses: Integers = np.zeros(0, dtype=np.int64)
+        """How many parts of the message in a slot are still to be taken."""
+        self._owners: Integers = np.zeros(0, dtype=np.int64)
+        """The number of the job whose message is in a slot."""
+        self._free: list[int] = []
+
+    def add(self, jobs: Sequence[Job], message: Message) -> None:
+        """Keep the messages of some jobs: one part for the sender, and one for each receiver."""
+        slots = self._reserve(len(jobs), message)
+        index = torch.from_numpy(slots)
+        for name, leaf in message.items():
+            self._leaves[name][index.to(leaf.device)] = leaf
+        numbers = np.array([job.number for job in jobs])
+        self._note(numbers, slots, np.array([job.gives + 1 for job in jobs]))
+
+    def _note(self, numbers: Integers, slots: Integers, uses: Integers) -> None:
+        last = int(numbers.max(initial=0))
+        if last >= len(self._slots):
+            more = np.full(last + 1 + len(self._slots), -1)
+            more[: len(self._slots)] = self._slots
+            self._slots = more
+        self._slots[numbers], self._owners[slots], self._uses[slots] = slots, numbers, uses
+
+    def take(self, numbers: Integers, weights: Any) -> Message:
+        """These parts of the messages of these jobs, one for each."""
+        slots = self._slots[numbers]
+        if (slots < 0).any():
+            raise QuiverError(
+                f"the checkpoint has no message of job {int(numbers[slots < 0][0])}: it was "
+                "written by a run with other devices, or before the graph was changed."
+            )
+        index = torch.from_numpy(slots)
+        parts = {}
+        for name, leaf in self._leaves.items():
+            rows = leaf.index_select(0, index.to(leaf.device))
+            parts[name] = rows.mul_(_column(weights, rows))
+        np.subtract.at(self._uses, slots, 1)
+        done = np.unique(slots[self._uses[slots] == 0])
+        self._slots[self._owners[done]] = -1
+        self._free += done.tolist()
+        return parts
+
+    def tensors(self) -> dict[str, Tensor]:
+        slots = np.flatnonzero(self._uses > 0)
+        index = torch.from_numpy(slots)
+        kept = {f"leaf/{name}": leaf[index.to(leaf.device)] for name, leaf in self._leaves.items()}
+        numbers, uses = self._owners[slots], self._uses[slots]
+        return {**kept, "jobs": torch.from_numpy(numbers), "uses": torch.from_numpy(uses)}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        numbers, uses = (tensors[name].cpu().numpy() for name in ("jobs", "uses"))
+        self._leaves = {
+            name.removeprefix("leaf/"): leaf
+            for name, leaf in tensors.items()
+            if name.startswith("leaf/")
+        }
+        self._free, self._slots = [], np.full(1024, -1)
+        self._uses, self._owners = np.zeros_like(uses), np.zeros_like(uses)
+        self._note(numbers, np.arange(len(numbers)), uses)
+
+    def _reserve(self, count: int, like: Message) -> Integers:
+        missing, size = count - len(self._free), len(self._uses)
+        if missing > 0:
+            grown = max(missing, size // 2)
+            for name, leaf in like.items():
+                more = leaf.new_empty((grown, *leaf.shape[1:]))
+                old = self._leaves.get(name)
+                self._leaves[name] = more if old is None else torch.cat([old, more])
+            self._free += range(size + grown - 1, size - 1, -1)
+            empty = np.zeros(grown, dtype=np.int64)
+            self._uses = np.concatenate([self._uses, empty])
+            self._owners = np.concatenate([self._owners, empty])
+        slots = np.array(self._free[len(self._free) - count :])
+        del self._free[len(self._free) - count :]
+        return slots
+
+
+def _column(numbers: Any, like: Tensor) -> Tensor:
+    """A number for each row, rounded to the leaf's own type as peers do it."""
+    column = torch.as_tensor(np.asarray(numbers)).to(like.dtype).to(like.device)
+    return column.view(-1, *(1,) * (like.ndim - 1))
