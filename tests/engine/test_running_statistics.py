@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import quiverfl as qv
 from quiverfl.data.batches import batch_order
-from quiverfl.errors import QuiverWarning
+from quiverfl.errors import Diverged, QuiverWarning
 from quiverfl.methods.contract import Interleaved
 from quiverfl.runs.export import export_client
 from quiverfl.runs.folder import RunFolder
@@ -610,3 +610,32 @@ def test_fed_bn_by_configuration_in_a_folder_and_exported(
     with torch.no_grad():
         assert torch.equal(model.eval()(x.float()), bare(x.float()))
     assert int(model.get_submodule("body.1").num_batches_tracked) > 0  # type: ignore[arg-type]
+
+
+class Growing(Counting):
+    """Statistics that overflow, in a model whose parameters stay finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(1e30).add_(1e30)
+            return x
+        return x - self.mean.clamp(max=1.0)
+
+
+def test_statistics_that_overflow_end_the_run() -> None:
+    def growing() -> nn.Module:
+        model: Any = counting()
+        model.body[0] = Growing()
+        return model
+
+    with pytest.raises(Diverged, match=r"round 1, client 2: a running statistic is not finite"):
+        qv.simulate(
+            qv.Task(growing),
+            tiny_data(),
+            method=qv.DFedAvgM(epochs=1),
+            topology=REGULAR(CLIENTS),
+            training=TRAINING,
+            rounds=1,
+            executor="sequential",
+            threads=1,
+        )

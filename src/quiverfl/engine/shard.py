@@ -138,7 +138,7 @@ class Shard:
             record_updates(state)
         write_rows(self.state, group.rows, state)
         if self.statistics is not None and statistics is not None:
-            check_finite((statistics[None],), group.ids, round, "its running statistics")
+            check_finite((statistics[None],), group.ids, round, "a running statistic")
             self.statistics[group.rows] = statistics.to(self.statistics.device)
         self.local.forget(group.rows)
 
