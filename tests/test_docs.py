@@ -33,7 +33,7 @@ from quiverfl.sweeps.plan import load_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*.md")])
-KINDS = {"python", "sh", "console", "toml", "text", ""}
+KINDS = {"python", "sh", "console", "toml", "text", "bibtex", ""}
 CHEAP = {
     ("init",),
     ("methods",),

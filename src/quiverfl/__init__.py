@@ -7,7 +7,7 @@ command which needs no torch does not wait for it.
 from functools import cache
 from importlib import import_module
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _RENAMED = {
     "Looks": "ReportSpec",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,57 @@ def test_an_extended_run_is_the_longer_run(tmp_path: Path) -> None:
     assert written["identity"] == json.loads((long / "config.json").read_text())["identity"]
     refused = quiver("extend", str(short), "--rounds", "6", "-q")
     assert "has 6 rounds; give more" in str(refused.exception)
+
+
+def test_the_version_is_the_same_wherever_it_is_shown() -> None:
+    import quiverfl
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = quiverfl.__version__
+    assert project["version"] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version = {{{version}}}" in (ROOT / "README.md").read_text()
+    topmost = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert topmost.startswith(version)
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_its_commands_into_an_empty_environment(tmp_path: Path) -> None:
+    """As `pip install` and `uvx` do; torch and its kin are lent, so that nothing is downloaded."""
+    wheels, home = tmp_path / "wheels", tmp_path / "env"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(ROOT)]
+    subprocess.run(build, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    (wheel,) = wheels.glob("quiverfl-*.whl")
+    python, bin_ = home / "bin" / "python", home / "bin"
+    install = ["--python", str(python), "install", "--no-deps", str(wheel)]
+    subprocess.run([*pip, *install], check=True)
+    (own,) = (home / "lib").glob("python*/site-packages")
+    # Behind the environment's own packages; editable installs in a lent folder are not followed.
+    (own / "lent.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    env = {"PATH": f"{bin_}:/usr/bin:/bin", "HOME": str(tmp_path), "COLUMNS": "100"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    where = run(str(python), "-c", "import quiverfl; print(quiverfl.__file__)")
+    assert where.startswith(str(own))
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for name in ("quiver", "quiverfl"):  # `uvx quiverfl` starts the command of that name
+        assert run(str(bin_ / name), "--version") == f"quiver {version}\n"
+    made = ["--table", "t.tex", "--figure", "c.pdf", "--set", "run.rounds=1", "-q"]
+    run(str(bin_ / "quiver"), "compare", "quickstart", "--methods", "local,dfedpgp", *made)
+    assert (tmp_path / "t.tex").read_text().startswith(r"\begin{table}")
+    assert "finished" in run(str(bin_ / "quiver"), "ls", "runs")
+    page = (
+        "from quiverfl.results.report.overview import RunFinder; from pathlib import Path; "
+        "from quiverfl.results.report.watch import make_watch_page; "
+        "print(make_watch_page(RunFinder(Path('runs')), 1.0))"
+    )
+    assert "setInterval(ask" in run(str(python), "-c", page)
 
 
 def test_the_wheel_works_outside_of_the_clone(tmp_path: Path) -> None:
