@@ -185,3 +185,16 @@ def test_a_file_of_the_same_name_in_another_folder_does_not_run_for_this_one(
     (elsewhere / f"{own}.py").write_text("def make(): ...")
     with pytest.raises(QuiverError, match=r"already imported .* start a new process"):
         load_callable(f"{own}:make", elsewhere)
+
+
+def test_small_networks_take_several_dense_layers_and_a_dropout() -> None:
+    """FedRep's network for CIFAR-100; a model in use drops nothing."""
+    sizes = {"channels": [4, 8], "hidden": [12, 256], "dropout": 0.5}
+    model = make_model("cnn_small", (3, 32, 32), 5, **sizes)
+    shapes = [tuple(p.shape) for name, p in model.named_parameters() if name.endswith("weight")]
+    assert shapes == [(4, 3, 5, 5), (8, 4, 5, 5), (12, 200), (256, 12), (5, 256)]
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.equal(model(x), model(x))
+    assert torch.equal(model.eval()(x), model(x))
+    with pytest.raises(QuiverError, match="dropout probability"):
+        make_model("cnn_small", (3, 32, 32), 5, dropout=1.5)

@@ -69,6 +69,7 @@ class TwoConvolutions(nn.Module):
         hidden: Sequence[int],
         paddings: Sequence[int],
         kernels: Kernels = "torch",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.kernels = check_kernels(kernels)
@@ -90,6 +91,8 @@ class TwoConvolutions(nn.Module):
         for outputs in hidden:
             layers += [nn.Linear(numbers, outputs), nn.ReLU()]
             numbers = outputs
+        if dropout:
+            layers += [nn.Dropout(dropout)]
         self.body = nn.Sequential(*layers)
         self.head = nn.Linear(numbers, classes)
 
@@ -162,10 +165,11 @@ def cnn_small(
     hidden: int | Sequence[int] = 128,
     padding: int = 0,
     kernels: Kernels = "torch",
+    dropout: float = 0.0,
 ) -> nn.Module:
     """A CNN for small experiments on a CPU: 117,866 parameters for 3×32×32 and 10 classes."""
-    paddings = (padding,) * len(channels)
-    return TwoConvolutions(input_shape, classes, channels, _widths(hidden), paddings, kernels)
+    paddings, widths = (padding,) * len(channels), _widths(hidden)
+    return TwoConvolutions(input_shape, classes, channels, widths, paddings, kernels, dropout)
 
 
 def fedavg_cnn(
