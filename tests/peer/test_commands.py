@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -286,6 +287,39 @@ def test_peers_do_not_number_labels_each_by_its_own(tmp_path: Path) -> None:
         1,
         3,
     ]
+
+
+def test_class_names_that_differ_end_at_the_hello_where_the_head_is_sent(tmp_path: Path) -> None:
+    """With a personal head every peer has classes of its own, as many as they like."""
+    own = []
+    for number, names in enumerate((("cat", "dog"), ("cat", "fox"))):
+        table = tmp_path / f"animals-{number}.csv"
+        rows = (f"{n}.5,{names[n % 2]}\n" for n in range(20))
+        table.write_text("age,label\n" + "".join(rows))
+        own.append(("--data", "table", "--data-path", table))
+    folders = prepare(tmp_path, own=own)
+
+    def agreements() -> list[Any]:
+        opened = [PeerFolder.read(folder) for folder in folders]
+        return [folder.agreement(build_learner(folder).learner.manifest) for folder in opened]
+
+    one, other = agreements()
+    assert one.hash == other.hash
+    for folder in folders:
+        text = (folder / "run.toml").read_text().replace('"dfedpgp"', '"osgp"')
+        (folder / "run.toml").write_text(text)
+    one, other = agreements()
+    assert one.configuration == other.configuration
+    hello = SimpleNamespace(
+        protocol=one.newest,
+        sender="ward-1",
+        run=other.run,
+        configuration=other.configuration,
+        manifest=other.manifest.hash,
+    )
+    assert "the same class names" in one.difference(hello)
+    hello.manifest = one.manifest.hash
+    assert not one.difference(hello)
 
 
 def test_a_peer_is_not_started_twice(tmp_path: Path) -> None:

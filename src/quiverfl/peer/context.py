@@ -88,7 +88,8 @@ class Agreement:
                 return (
                     f"{what} of {hello.sender!r} is {str(theirs)[:16]}, of {self.name!r} it is "
                     f"{str(mine)[:16]}: all peers of a run need the same "
-                    "run.toml, and inputs of the same shape."
+                    "run.toml, inputs of the same shape and, where the head is sent, the same "
+                    "class names."
                 )
         return ""
 

@@ -98,9 +98,13 @@ class ShardLearner:
         transforms: Transforms = PLAIN,
         clients: int = 1,
         looks: ReportSpec | None = None,
+        classes: Sequence[str] = (),
     ) -> None:
-        """`clients` counts all clients of the run; `looks` says what reports the topology needs."""
-        self._shard, self._task = shard, task
+        """`clients` counts all clients of the run; `looks` says what reports the topology needs.
+
+        `classes` are names on which all peers must agree, in this order.
+        """
+        self._shard, self._task, self._classes = shard, task, classes
         outbox = shard.outbox()
         self._mass = method.mass if method.mass in outbox else None
         self._mu, self._secret = 1.0, b""
@@ -153,7 +157,10 @@ class ShardLearner:
                 stage.secret = digest.digest()
 
     def _parameters(self) -> list[tuple[str, tuple[int, ...]]]:
-        """List names and shapes inside the leaves, so that peers with other models do not talk."""
+        """List names and shapes inside the leaves, so that peers with other models do not talk.
+
+        Nor do peers whose common head would stand for other classes.
+        """
         layouts = {"shared": self._task.shared_layout, "personal": self._task.personal_layout}
         kinds = field_roles(type(self._shard.state))
         parameters: list[tuple[str, tuple[int, ...]]] = []
@@ -164,7 +171,7 @@ class ShardLearner:
             else:
                 parts = zip(layout.names, layout.shapes, strict=True)
                 parameters += [(f"{name}.{part}", shape) for part, shape in parts]
-        return parameters
+        return parameters + [(f"class {name}", ()) for name in self._classes]
 
     def train(self, round: int, active: bool, active_fraction: float, keep: bool) -> None:
         self._refresh_noise()

@@ -27,6 +27,7 @@ from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.exchange.build import poison_training_data
 from quiverfl.engine.execution import check_kernels
 from quiverfl.engine.shard import Shard
+from quiverfl.engine.unseen import find_sent_parts
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Method
 from quiverfl.models import PRETRAINED, check_model
@@ -204,8 +205,18 @@ def build_learner(folder: PeerFolder) -> PeerParts:
     )
     if not shared:
         partition = _place_client(partition, number, members)
-    learner = ShardLearner(shard, task, method, transforms, members, topology.reports)
+    classes = () if shared else _find_common_classes(dataset, method, probe)
+    learner = ShardLearner(shard, task, method, transforms, members, topology.reports, classes)
     return PeerParts(learner, method, task, topology, config, partition, split)
+
+
+def _find_common_classes(dataset: Dataset, method: Method, probe: ModelProbe) -> tuple[str, ...]:
+    """The names of classes, if the part of the model that tells them apart is sent.
+
+    Numbers are the same at all peers (`_check_numbering`).
+    """
+    numbers = all(name.isdecimal() for name in dataset.class_names)
+    return () if numbers or not find_sent_parts(method, probe)[1] else dataset.class_names
 
 
 def _make_data(config: Config, dataset: Dataset, partition: Partition) -> FederatedData:
