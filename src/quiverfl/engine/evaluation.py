@@ -16,7 +16,7 @@ from quiverfl.engine.gradient_norms import gradient_norms
 from quiverfl.engine.local.context import ClientGroup, PhaseContext, PhaseIndex
 from quiverfl.engine.local.examples import Examples
 from quiverfl.engine.local.programs import flatten_clients
-from quiverfl.engine.local.workers import WORKER, Halted
+from quiverfl.engine.local.workers import WORKER, Halted, parallel_for
 from quiverfl.errors import Diverged
 from quiverfl.objectives import AnyMetric, Metric, PerSample
 from quiverfl.support.environment import NO_FLOAT64
@@ -32,6 +32,8 @@ SLAB = 512
 """Samples per client that pass through the model at once, at most."""
 TOGETHER = 12_800
 """Samples of all clients together that do: their activations must find room."""
+GROUP_BYTES, MOST_MODELS = 32 << 20, 64
+"""Bytes of models, and models, that are found at once where clients are computed one by one."""
 
 
 def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
@@ -53,13 +55,32 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
     fresh[list(known)] = False
     chosen = np.flatnonzero(gather(fresh).numpy())
     width, blocks = shard.context.executor.evaluated, shard.blocks.evaluated
-    compute_groups(shard.world, evaluate_group, chosen, width, shard.workers, blocks)
+    alone = shard.adaptation is not None or shard.opens_clients
+    if width > 1 or alone:
+        compute_groups(shard.world, evaluate_group, chosen, width, shard.workers, blocks)
+    else:
+        groups = _divide(shard, np.flatnonzero(fresh.numpy()))
+        shard.world.together(lambda: parallel_for(evaluate_group, groups, shard.workers))
     for row, numbers in known.items():
         values = {name: np.array([number]) for name, number in numbers.items()}
         _join(own, values, np.array([row]), clients)
     if stage == "local":
         shard.local.record_metrics(own)
     return {name: gather(torch.from_numpy(values)).numpy() for name, values in own.items()}
+
+
+def _divide(shard: Shard, rows: Integers) -> list[ClientGroup]:
+    """Groups for clients that are computed one by one; what they have in common is done once.
+
+    Each worker has as many groups as others, of like sizes, and few of them hold Python's lock.
+    """
+    task, leaf = shard.context.task, shard.context.dtype.itemsize
+    model = leaf * (task.shared_layout.size + task.personal_layout.size)
+    width = min(MOST_MODELS, max(1, GROUP_BYTES // max(1, model)))
+    count = -(-len(rows) // (width * shard.workers)) * shard.workers
+    order = rows[np.argsort(-shard.test.sizes[rows], kind="stable")]
+    parts = [order[first::count] for first in range(min(count, len(order)))]
+    return [ClientGroup(part, shard.ids[part]) for part in parts]
 
 
 def find_models(shard: Shard, group: ClientGroup, stage: str) -> Params:
@@ -103,26 +124,59 @@ def compute_metrics(
         if halt is not None and halt.is_set():
             raise Halted
         here = np.flatnonzero(sizes > begin)
-        width = int(min(everyone.max() - begin, slab))
-        samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
-        inside = torch.from_numpy(np.arange(begin, begin + width) < sizes[here][:, None]).double()
-        x, y = examples.gather(rows[here], samples)
-        some = params if len(here) == len(rows) else Params(*(part[here] for part in params))
-        outputs, targets = (
-            flatten_clients(executor.see(program, some, x).outputs),
-            flatten_clients(y),
-        )
+        if together == 1:
+            outputs, targets, blocks = _see_each(context, examples, params, group, begin)
+        else:
+            width = int(min(everyone.max() - begin, slab))
+            samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
+            inside = np.arange(begin, begin + width) < sizes[here][:, None]
+            x, y = examples.gather(rows[here], samples)
+            some = params if len(here) == len(rows) else Params(*(part[here] for part in params))
+            outputs = flatten_clients(executor.see(program, some, x).outputs)
+            targets, blocks = flatten_clients(y), [(here, torch.from_numpy(inside).double())]
         for tally in tallies.values():
-            tally.add(outputs, targets, here, inside)
+            tally.add(outputs, targets, blocks)
     with np.errstate(invalid="ignore"):
         return {name: tally.values(sizes) for name, tally in tallies.items()}
+
+
+Blocks = list[tuple[Integers, Tensor]]
+"""Clients of a group, and which of their samples count, [k, n]: 0 for padding."""
+
+
+def _see_each(
+    context: PhaseContext, examples: Examples, params: Params, group: ClientGroup, begin: int
+) -> tuple[Tree, Tree, Blocks]:
+    """Outputs and targets of the clients who have samples behind `begin`, one after the other.
+
+    Nothing is padded, so those with as many samples are a block. Each is computed as if alone.
+    """
+    counts, halt = np.minimum(examples.sizes[group.rows] - begin, SLAB), WORKER.halt
+    here = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
+    seen: list[Tree] = []
+    for place in here:
+        if halt is not None and halt.is_set():
+            raise Halted
+        samples = np.arange(begin, begin + counts[place])[None]
+        x, y = examples.gather(group.rows[place : place + 1], samples)
+        point = Params(*(part[place : place + 1] for part in params))
+        outputs = context.executor.see(context.program(), point, x).outputs
+        seen.append((flatten_clients(outputs), flatten_clients(y)))
+    blocks: Blocks = []
+    for count in dict.fromkeys(counts[here].tolist()):
+        like = here[counts[here] == count]
+        blocks.append((like, torch.ones(len(like), count, dtype=torch.float64)))
+    joined: Tree = seen[0]
+    if len(seen) > 1:
+        joined = tree_map(lambda *leaves: torch.cat(leaves), *seen)
+    return joined[0], joined[1], blocks
 
 
 class _Tally(Protocol):
     """What has been seen of some clients' samples for one metric."""
 
-    def add(self, outputs: Tree, targets: Tree, here: Integers, inside: Tensor) -> None:
-        """Samples [k · n, …] of the clients `here`; `inside` [k, n] is 0 for padding."""
+    def add(self, outputs: Tree, targets: Tree, blocks: Blocks) -> None:
+        """Samples of the clients of these blocks, one after the other."""
 
     def values(self, sizes: Integers) -> Floats: ...
 
@@ -138,9 +192,11 @@ class _Mean:
         self._metric = metric
         self._sums = torch.zeros(clients, dtype=torch.float64)
 
-    def add(self, outputs: Tree, targets: Tree, here: Integers, inside: Tensor) -> None:
-        values = self._metric(outputs, targets).view(inside.shape).cpu().double()
-        self._sums[here] += torch.linalg.vecdot(values, inside)
+    def add(self, outputs: Tree, targets: Tree, blocks: Blocks) -> None:
+        values = self._metric(outputs, targets).cpu().double()
+        parts = torch.split(values, [inside.numel() for _, inside in blocks])
+        for (clients, inside), part in zip(blocks, parts, strict=True):
+            self._sums[clients] += torch.linalg.vecdot(part.view(inside.shape), inside)
 
     def values(self, sizes: Integers) -> Floats:
         found: Floats = self._sums.numpy() / np.where(sizes, sizes, np.nan)
@@ -152,12 +208,14 @@ class _Sums:
         self._metric, self._clients = metric, clients
         self._sums: Tensor | None = None
 
-    def add(self, outputs: Tree, targets: Tree, here: Integers, inside: Tensor) -> None:
+    def add(self, outputs: Tree, targets: Tree, blocks: Blocks) -> None:
         shares = self._metric.of(outputs, targets).cpu().double()
-        sums = torch.einsum("kns,kn->ks", shares.view(*inside.shape, -1), inside)
-        if self._sums is None:
-            self._sums = sums.new_zeros(self._clients, sums.shape[1])
-        self._sums[here] += sums
+        parts = torch.split(shares, [inside.numel() for _, inside in blocks])
+        for (clients, inside), part in zip(blocks, parts, strict=True):
+            sums = torch.einsum("kns,kn->ks", part.reshape(*inside.shape, -1), inside)
+            if self._sums is None:
+                self._sums = sums.new_zeros(self._clients, sums.shape[1])
+            self._sums[clients] += sums
 
     def values(self, sizes: Integers) -> Floats:
         assert self._metric.value is not None
@@ -174,11 +232,13 @@ class _All:
         self._metric = metric
         self._seen: list[list[tuple[Tree, Tree]]] = [[] for _ in range(clients)]
 
-    def add(self, outputs: Tree, targets: Tree, here: Integers, inside: Tensor) -> None:
-        width = inside.shape[1]
-        for place, client in enumerate(here):
-            rows = slice(place * width, place * width + int(inside[place].sum()))
-            self._seen[client].append((_cut(outputs, rows), _cut(targets, rows)))
+    def add(self, outputs: Tree, targets: Tree, blocks: Blocks) -> None:
+        begin = 0
+        for clients, inside in blocks:
+            for client, count in zip(clients, inside.sum(dim=1).int().tolist(), strict=True):
+                rows = slice(begin, begin + count)
+                self._seen[client].append((_cut(outputs, rows), _cut(targets, rows)))
+                begin += inside.shape[1]
 
     def values(self, sizes: Integers) -> Floats:
         return np.array([self._value(seen) for seen in self._seen], dtype=np.float64)
