@@ -182,13 +182,17 @@ def build(folder: Path, options: Options, trace: Callable[[str], None] = lambda 
     def record(line: dict[str, Any]) -> None:
         lines.write(json.dumps({**line, "at": time.time()}) + "\n")
 
-    clients = len(roster.members)
+    clients = settings.founders or len(roster.members)
     topology = random_push(clients=clients, neighbors=options.neighbours, seed=7)
     if options.ring:
         topology = directed_ring(clients)
     limits = Limits(**{"retry_cap": 2.0, **options.limits})
     ctx = PeerContext.open(folder, store, agreement, limits, trace)
-    return Node(ctx, learner, topology, settings, record)
+
+    def grow(members: int) -> Any:
+        return random_push(clients=members, neighbors=options.neighbours, seed=7)
+
+    return Node(ctx, learner, topology, settings, record, grow)
 
 
 def process_main(folder: Path, options: Options) -> None:

@@ -83,8 +83,8 @@ def prepare(root: Path, rounds: int = 3, own: Sequence[Sequence[object]] = ((), 
     return folders
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "quiverfl", "peer", "run", str(folder)]
+def start(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "quiverfl", "peer", "run", str(folder), *options]
     log = (folder / "log").open("ab")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=log, stderr=log, env=environment)

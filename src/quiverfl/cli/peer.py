@@ -192,11 +192,18 @@ def amend(
     since: Annotated[int, typer.Option(min=0, help="The round from which on it holds.")],
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds in all.")] = None,
     lr: Annotated[float | None, typer.Option(help="The learning rate.")] = None,
+    join: Annotated[
+        list[str] | None, typer.Option(help="A member that joins: the next of the roster.")
+    ] = None,
+    mass: Annotated[
+        float, typer.Option(min=2**-48, max=1.0, help="What each of them brings.")
+    ] = 1.0,
 ) -> None:
     """Agree to a change of the run. It holds once every member has agreed to the same."""
     from quiverfl.cli.peer_owner import propose_change
 
-    print("\n".join(propose_change(_read_folder(folder), since, rounds, lr)))
+    lines = propose_change(_read_folder(folder), since, rounds, lr, join or (), mass)
+    print("\n".join(lines))
 
 
 @app.command("doctor")

@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quiverfl.cli.server import make_server
+from quiverfl.engine.exchange.fixed_point import UNIT, to_units
 from quiverfl.errors import QuiverError
 from quiverfl.peer.changes import amend_offline
 from quiverfl.peer.control import NotRunning, send_order
@@ -29,7 +30,7 @@ from quiverfl.peer.doctor import Finding, examine_peer
 from quiverfl.peer.folder import PEER, PeerFolder
 from quiverfl.peer.link.wire import Order, Terms
 from quiverfl.peer.metrics import MetricsClient, PeerReading, find_main_score, list_waiting
-from quiverfl.peer.setup import load_peer_config
+from quiverfl.peer.setup import count_founders, load_peer_config
 from quiverfl.support.output_folders import refuse_other_file
 
 COLOURS = {"good": "green", "doubtful": "yellow", "bad": "red"}
@@ -176,10 +177,16 @@ def watch_in_browser(client: MetricsClient, every: float, port: int) -> None:
 
 
 def propose_change(
-    folder: PeerFolder, since: int, rounds: int | None, lr: float | None
+    folder: PeerFolder,
+    since: int,
+    rounds: int | None,
+    lr: float | None,
+    joins: Sequence[str] = (),
+    mass: float = 1.0,
 ) -> Iterator[str]:
     try:
-        terms = Terms(since=since, rounds=rounds, lr=lr)
+        grant = to_units(mass) if joins else UNIT
+        terms = Terms(since=since, rounds=rounds, lr=lr, joins=tuple(joins), grant=grant)
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         raise QuiverError(f"--{first['loc'][0]} {first['input']!r}: {first['msg']}.") from problem
@@ -187,8 +194,9 @@ def propose_change(
         status = send_order(folder.path, Order(action="amend", terms=terms))
         yield from status["amendments"]
     except NotRunning:
-        first_rounds = load_peer_config(folder).run.rounds
-        amend_offline(folder.store, folder.roster, folder.identity(), terms, first_rounds)
+        config = load_peer_config(folder)
+        last, founders = config.run.rounds, count_founders(config)
+        amend_offline(folder.store, folder.roster, folder.identity(), terms, last, founders)
         yield f"{terms} (signed for {folder.own.name}, which is not running)"
     yield "It holds once every member has signed the same: each runs this command on its own peer."
 

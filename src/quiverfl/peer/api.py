@@ -128,9 +128,12 @@ class PeerRun:
     """Records every round of a peer's node, and the end."""
 
     def __init__(self, folder: PeerFolder, parts: PeerParts) -> None:
+        from quiverfl.peer.setup import count_clients
+
         self._parts, self._peer = parts, folder
         self._folder = RunFolder(folder.path / RUN_FOLDER)
-        self._clients, self._number = len(folder.roster.members), folder.number
+        self._number = folder.number
+        self._clients = count_clients(folder, parts.config)
         self._recorder: Recorder | None = None
 
     @contextmanager

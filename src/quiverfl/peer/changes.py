@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.accounts.signing import check_statement, sign_statement
 from quiverfl.peer.accounts.store import Store
 from quiverfl.peer.link.identity import Identity, Roster
@@ -110,8 +111,8 @@ def open_amendment_log(agreement: str, bodies: Iterable[str] = ()) -> SignedLog[
 
 def check_terms(terms: Terms, round: int, begun: bool, rounds: int) -> None:
     """Refuse terms that come too late. `begun`: this peer has trained in the round and pushed."""
-    if terms.rounds is None and terms.lr is None:
-        raise QuiverError("amend: nothing is to change; give --rounds or --lr.")
+    if terms.rounds is None and terms.lr is None and not terms.joins:
+        raise QuiverError("amend: nothing is to change; give --rounds, --lr or --join.")
     if terms.since < round + begun:
         raise QuiverError(
             f"amend: round {terms.since} has begun here (it is {round} now): let the change "
@@ -126,8 +127,48 @@ def check_terms(terms: Terms, round: int, begun: bool, rounds: int) -> None:
         )
 
 
+def check_joins(terms: Terms, decided: list[Terms], names: list[str], founders: int) -> None:
+    """Refuse members that are not the next ones of the roster."""
+    if not terms.joins:
+        return
+    known = {name for one in decided for name in one.joins}
+    first = founders + len(known - set(terms.joins))
+    following = tuple(names[first : first + len(terms.joins)])
+    if terms.joins != following:
+        raise QuiverError(
+            f"amend: {', '.join(terms.joins)} cannot join: the next of the roster after its first "
+            f"{first} is {', '.join(names[first:]) or 'nobody'}; copy the newest roster.toml here, "
+            "and name them in its order."
+        )
+    latest = max((one.since for one in decided if one.joins), default=0)
+    if terms.since < latest:
+        raise QuiverError(
+            f"amend: others join in round {latest}: let --since be {latest} or later."
+        )
+
+
+def granted_terms(
+    amendments: Iterable[Amendment], name: str, agreement: str, roster: Roster, founders: int
+) -> list[Terms]:
+    """The changes that a newcomer finds agreed: most of the members before it have signed them.
+
+    It cannot know who has left since, so it asks for no more.
+    """
+    log = open_amendment_log(agreement)
+    for amendment in amendments:
+        log.add(amendment, roster)
+    before = set(roster.names[: max(founders, roster.number(name))])
+    agreed = sorted(t for t, by in log.votes().items() if 2 * len(by & before) > len(before))
+    if not any(name in terms.joins for terms in agreed):
+        raise QuiverError(
+            f"the others have not agreed yet that {name!r} joins: each runs quiver peer amend "
+            f"FOLDER --since ROUND --join {name}, with the newest roster.toml in its folder."
+        )
+    return agreed
+
+
 def amend_offline(
-    store_folder: Path, roster: Roster, identity: Identity, terms: Terms, rounds: int
+    store_folder: Path, roster: Roster, identity: Identity, terms: Terms, rounds: int, founders: int
 ) -> None:
     """Sign a change in the store of a peer that is not running."""
     store = Store.open(store_folder)
@@ -136,6 +177,7 @@ def amend_offline(
         agreed_rounds = [t.rounds for t in store.terms() if t.rounds is not None]
         last = agreed_rounds[-1] if agreed_rounds else rounds
         check_terms(terms, accounts.round, accounts.pushed, last)
+        check_joins(terms, store.terms(), roster.names, founders)
         log = open_amendment_log(agreement, store.statements(Amendment.table))
         amendment = Amendment(by=accounts.name, terms=terms)
         if body := log.add(sign_statement(identity, agreement, amendment), roster):
@@ -147,8 +189,11 @@ def amend_offline(
 class RunChanges:
     """The run as run.toml begins it, and the changes that every member has signed since."""
 
-    def __init__(self, ctx: PeerContext, rounds: int, neighbours: Neighbours) -> None:
+    def __init__(
+        self, ctx: PeerContext, rounds: int, neighbours: Neighbours, founders: int
+    ) -> None:
         self._ctx, self._first_rounds, self._neighbours = ctx, rounds, neighbours
+        self._founders = founders
         self._terms = ctx.store.terms()
         self._expired: set[Terms] = set()
 
@@ -162,6 +207,20 @@ class RunChanges:
         changes = [t.lr for t in self._terms if t.since <= round and t.lr is not None]
         return changes[-1] if changes else None
 
+    def members(self, round: int) -> int:
+        """How many members of the roster, from its beginning, take part in a round."""
+        joined = {name for t in self._terms if t.since <= round for name in t.joins}
+        return self._founders + len(joined)
+
+    def growth(self) -> list[int]:
+        """The rounds from which on there are more members."""
+        return sorted({terms.since for terms in self._terms if terms.joins})
+
+    def opening(self, peer: str) -> int:
+        """The units of mass that a member has begun with."""
+        grants = [terms.grant for terms in self._terms if peer in terms.joins]
+        return grants[0] if grants else UNIT
+
     def _missing(self) -> dict[Terms, set[str]]:
         """All proposed terms in order, and the members that have not signed them."""
         members = self._members()
@@ -169,7 +228,10 @@ class RunChanges:
         return {terms: members - signers for terms, signers in votes.items()}
 
     def _members(self) -> set[str]:
-        return self._neighbours.staying() | {self._ctx.name}
+        round = self._ctx.transactions.accounts.round
+        number = self._ctx.roster.current.number(self._ctx.name)
+        own = {self._ctx.name} if number < self.members(round) else set()
+        return self._neighbours.staying() | own
 
     def awaited(self, round: int) -> set[str]:
         """Members that have not signed yet what this peer has signed for this round or before."""
@@ -204,6 +266,7 @@ class RunChanges:
     async def propose(self, terms: Terms, round: int, begun: bool = True) -> None:
         """Sign these terms for this member, unless they come too late."""
         check_terms(terms, round, begun, self.rounds(round))
+        check_joins(terms, self._terms, self._ctx.roster.refresh().names, self._founders)
         await self._neighbours.sign(
             self._neighbours.amendments, Amendment(by=self._ctx.name, terms=terms)
         )

@@ -76,6 +76,7 @@ class Settings:
     metrics: str = ""
     trust_store: bool = False
     evaluate_every: int = 1
+    founders: int | None = None  # members that began the run; all of the roster if not given
     copies: bool = False  # send whole messages, not shares with mass
     rule: Robustness | None = None  # how others' messages are judged
 

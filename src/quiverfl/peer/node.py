@@ -51,12 +51,16 @@ class Node:
         topology: Topology,
         settings: Settings,
         record: Callable[[dict[str, Any]], None] = lambda line: None,
+        grow: Callable[[int], Topology] | None = None,
     ) -> None:
+        """`grow` makes the topology of a run with more members than it began with."""
         self.ctx, self.learner, self.topology = ctx, learner, topology
         self.settings, self.record = settings, record
         self.agreement, self.number, self.log = ctx.agreement, ctx.number, ctx.log
         self.store, self.transactions, self.metrics = ctx.store, ctx.transactions, ctx.metrics
         self.names = ctx.roster.current.names
+        self.founders = settings.founders or len(self.names)
+        self._grow, self._topologies = grow, {0: topology}
         self.sync = settings.mode == "sync"
         self.rounds_end_with_push = self.sync and (
             topology.reports is not None or settings.quorum < 1
@@ -71,15 +75,18 @@ class Node:
         self.patience = Patience()
         self.waits_for: Callable[[], set[str]] = set
         self.receiver = Receiver(
-            ctx, settings.copies, self._wake_sender, self.patience.note_arrival
+            ctx, settings.copies, self._wake_sender, self.patience.note_arrival, self._opening
         )
         self.neighbours = Neighbours(ctx, self)
-        self.changes = RunChanges(ctx, settings.rounds, self.neighbours)
+        self.changes = RunChanges(ctx, settings.rounds, self.neighbours, self.founders)
+        self._tasks: list[asyncio.Task[None]] = []
         self.service = Service(ctx, self)
         self.control = Control(self)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._agreed: tuple[int, float | None] = (settings.rounds, None)
-        self._mutual = mutual_neighbours(topology, self.names, self.number)
+        self._mutual: set[str] = set()
+        if self.number < self.founders:
+            self._mutual = mutual_neighbours(topology, self.names, self.number)
 
     # The life of the process
 
@@ -93,7 +100,7 @@ class Node:
         await self.control.start()
         senders = self.neighbours.senders.values()
         carriers: list[Sender | SharePuller] = [*senders, *self._make_pullers()]
-        tasks = [self._start(carrier.run()) for carrier in carriers]
+        self._tasks = [self._start(carrier.run()) for carrier in carriers]
         self.log("started", round=self.transactions.accounts.round, port=server.port)
         try:
             await self.neighbours.sign_evictions()
@@ -107,10 +114,10 @@ class Node:
                     break
         finally:
             self.state = "stopping"
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
             await self.neighbours.close()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await server.stop(0.5)
             await self.control.stop()
             await self.transactions.wait_until_idle()
@@ -208,12 +215,14 @@ class Node:
         """Sign a change of the run for this member."""
         accounts = self.transactions.accounts
         begun = accounts.pushed or self.state == "training"
+        self.check_growth(terms)
         await self.changes.propose(terms, accounts.round, begun)
 
     async def apply_changes(self) -> None:
         """Take over what all members have agreed on, as of this round."""
         t = self.transactions.accounts.round
         await self.changes.apply_decided(t)
+        self.admit_members()
         agreed = (self.changes.rounds(t), self.changes.rate(t))
         if agreed != self._agreed:
             self._agreed = agreed
@@ -223,7 +232,45 @@ class Node:
 
     def graph(self, t: int) -> Graph:
         """The graph of a round as this peer knows it; an adaptive one has its own choice."""
-        return self.topology(t, self.learner.view)
+        return self._topology_at(t)(t, self.learner.view)
+
+    def _topology_at(self, t: int) -> Topology:
+        """The topology of a round: members may have joined since the run began."""
+        return self._topologies[max(since for since in self._topologies if since <= t)]
+
+    def _opening(self, peer: str) -> int:
+        return self.changes.opening(peer)
+
+    def is_member(self, peer: str) -> bool:
+        """Whether a neighbour takes part in this round, and is not only in the roster."""
+        members = self.changes.members(self.transactions.accounts.round)
+        return peer in self.names[:members]
+
+    def check_growth(self, terms: Terms) -> None:
+        """Refuse members that this run's graph has no place for."""
+        if not terms.joins:
+            return
+        if self._grow is None or self.topology.reports is not None:
+            raise QuiverError(
+                f"amend: members cannot join on the topology {self.topology.name!r}, on which "
+                "clients choose by what others report."
+            )
+        if self.settings.copies and terms.grant != UNIT:
+            raise QuiverError("amend: this run's messages carry no mass: leave out --mass.")
+        self._grow(self.changes.members(terms.since) + len(terms.joins))
+
+    def admit_members(self) -> None:
+        """Deal with members that the roster has gained, and make the graphs they take part in."""
+        names = self.ctx.roster.refresh().names
+        for peer in names[len(self.names) :]:
+            self._tasks.append(self._start(self.neighbours.add(peer).run()))
+        self.names = names
+        for since in self.changes.growth():
+            if since not in self._topologies and self._grow is not None:
+                members = self.changes.members(since)
+                self._topologies[since] = self._grow(members)
+                self._mutual |= mutual_neighbours(self._topologies[since], names, self.number)
+                self.log("members", round=since, members=members)
 
     def past_last_round(self) -> set[str]:
         """Neighbours that have had their last round and give nothing back: nothing is pushed there.
@@ -357,9 +404,9 @@ class Node:
         After the last round the own message is a mean already, and counts as 1.
         """
         accounts, numbers = self.transactions.accounts, {n: i for i, n in enumerate(self.names)}
-        own = sender_weights(self.topology(accounts.round), self.number).get(self.number, 0.0)
+        own = sender_weights(self.graph(accounts.round), self.number).get(self.number, 0.0)
         others = [
-            sender_weights(self.topology(copy.round), self.number).get(numbers[copy.sender], 0.0)
+            sender_weights(self.graph(copy.round), self.number).get(numbers[copy.sender], 0.0)
             for copy in copies
         ]
         own_units = to_units(own) if accounts.pushed else UNIT
@@ -425,6 +472,7 @@ class Node:
             "name": self.ctx.name,
             "state": self.state,
             "rounds": self.settings.rounds,
+            "members": self.changes.members(self.transactions.accounts.round),
             **self.gauges(),
             "metrics": self.scores,
             "counts": dict(self.metrics.counts),

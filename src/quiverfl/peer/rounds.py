@@ -47,6 +47,7 @@ LEAVE_RECEIVERS = 4
 
 async def run_rounds(node: Node) -> None:
     await node.apply_changes()
+    await _wait_for_the_others(node)
     if not node.is_over():
         await node.ask_quorum()
     while not node.stopping and not node.leaving:
@@ -55,6 +56,18 @@ async def run_rounds(node: Node) -> None:
         if node.is_over():
             return
         await _run_round(node, node.transactions.accounts.round)
+
+
+async def _wait_for_the_others(node: Node) -> None:
+    """Let a member that joins in a later round wait until one of the others has come there."""
+    pause, accounts = 0.1, node.transactions.accounts
+    while node.number >= node.founders and not accounts.pushes and not node.stopping:
+        if max(node.receiver.rounds.values(), default=-1) >= accounts.round:
+            return
+        node.state = "joining"
+        await node.neighbours.tell(node.neighbours.staying())
+        await node.wait_until(lambda: False, pause)
+        pause = min(2 * pause, 2.0)
 
 
 async def _wait_for_agreement(node: Node) -> None:

@@ -8,6 +8,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,23 @@ from quiverfl.peer.accounts.ledger import UNIT, Accounts
 from quiverfl.peer.accounts.signing import signature_check
 from quiverfl.peer.accounts.store import Memory, NoStore, Store, Trace
 from quiverfl.peer.accounts.transactions import make_first_entry
+from quiverfl.peer.changes import granted_terms
 from quiverfl.peer.context import OTHER_STEP, Agreement, PeerContext
 from quiverfl.peer.folder import OwnData, PeerFolder
 from quiverfl.peer.learner import Learner, ShardLearner
 from quiverfl.peer.link.identity import Identity, Roster, parse_certificate, verify_signature
 from quiverfl.peer.link.link import open_channel
-from quiverfl.peer.link.messages import Leaves, Manifest, check_numbers, l2_norm
+from quiverfl.peer.link.messages import Leaves, Manifest, check_numbers, l2_norm, scale_message
 from quiverfl.peer.link.wire import (
     SERVICE,
+    Amendment,
     Assembly,
     Join,
     Model,
+    Terms,
     WireError,
     decode,
+    decode_statements,
     encode,
     model_text,
 )
@@ -90,10 +95,11 @@ def load_peer_config(folder: PeerFolder) -> Config:
             "[devices], [network] and [clock] are for simulations: real peers take the time they "
             "take. Leave these sections out of run.toml."
         )
-    if config.data.clients != members:
+    if config.data.clients is None or config.data.clients > members:
         raise QuiverError(
-            f"data.clients = {config.data.clients}, but the roster has {members} peers: they must "
-            f"be the same; write clients = {members} in the configuration's [data]."
+            f"data.clients = {config.data.clients}, but the roster has {members} peers: write "
+            f"clients = {members} in the configuration's [data]. A roster may have more peers than "
+            "that: they join later, when all agree."
         )
     for key, word in (("precision", "auto"), ("layout", "measure")):
         if getattr(config.run, key) == word:
@@ -119,6 +125,16 @@ def check_shared_config(config: Config) -> None:
         )
 
 
+def count_founders(config: Config) -> int:
+    """How many members begin the run: the first of the roster."""
+    return config.data.clients or 0
+
+
+def count_clients(folder: PeerFolder, config: Config) -> int:
+    """How many clients this peer knows of at its start: founders, or those up to itself."""
+    return max(count_founders(config), folder.number + 1)
+
+
 @dataclass(frozen=True, eq=False)
 class PeerParts:
     """The objects that a peer is made of."""
@@ -139,7 +155,7 @@ def check_run_file(folder: PeerFolder) -> None:
     check_model(config.model.name, config.model.options())
     method = make_method(config)
     check_peer_method(method)
-    topology = make_run_topology(config, method, len(folder.roster.members))
+    topology = make_run_topology(config, method, count_clients(folder, config))
     choose_message_split(method, topology, config.run.rounds)
 
 
@@ -167,6 +183,14 @@ def build_learner(folder: PeerFolder) -> PeerParts:
         )
     refuse_simulation_keys(config)
     members = len(folder.roster.members)
+
+
+    members = count_clients(folder, config)
+    if number >= count_founders(config) and folder.own.data is None:
+        raise QuiverError(
+            f"{folder.own.name!r} joins a run of {config.data.clients} clients, whose data set has "
+            "no part for it: give it data of its own, quiver peer init --data."
+        )
     topology = make_run_topology(config, method, members)
     split = choose_message_split(method, topology, config.run.rounds)
     dataset = load_peer_dataset(folder, config)
@@ -311,16 +335,18 @@ async def assemble(
     folder.identity()
     parts = parts or build_learner(folder)
     agreement = folder.agreement(parts.learner.manifest)
-    store = await _open_store(folder, parts.learner, agreement, join, trust_store)
+    store = await _open_store(folder, parts, agreement, join, trust_store)
     _check_agreement(folder, store, agreement)
     if parts.config.transforms().privacy is not None and folder.peers.noise == "secret":
         parts.learner.draw_noise_from(_load_secret(store))
     run = parts.config.run
     settings = folder.settings(run.rounds, run.evaluate_every, trust_store)
     rule = parts.config.transforms().robustness
-    settings = replace(settings, copies=parts.split == "copies", rule=rule)
+    founders = count_founders(parts.config)
+    settings = replace(settings, copies=parts.split == "copies", rule=rule, founders=founders)
     ctx = PeerContext.open(folder.path, store, agreement, folder.limits())
-    return Node(ctx, parts.learner, parts.topology, settings, record)
+    grow = partial(make_run_topology, parts.config, parts.method)
+    return Node(ctx, parts.learner, parts.topology, settings, record, grow)
 
 
 def _load_secret(store: Store) -> bytes:
@@ -343,15 +369,22 @@ def _check_agreement(folder: PeerFolder, store: Store, agreement: Agreement) -> 
 
 
 async def _open_store(
-    folder: PeerFolder, learner: ShardLearner, agreement: Agreement, join: bool, believe: bool
+    folder: PeerFolder, parts: PeerParts, agreement: Agreement, join: bool, believe: bool
 ) -> Store:
     try:
         store = Store.open(folder.store)
     except NoStore:
+        founders, learner = count_founders(parts.config), parts.learner
         if join:
+            roster, keys = folder.roster, folder.path
             return await join_store(
-                folder.store, learner, agreement, folder.roster, folder.path, believe
+                folder.store, learner, agreement, roster, keys, believe, founders
             )
+        if folder.number >= founders:
+            raise QuiverError(
+                f"{folder.own.name!r} is not among the {founders} clients that begin the run: it "
+                "joins a run under way, quiver peer run --join."
+            ) from None
         return create_store(folder.store, learner, agreement)
     try:
         await asyncio.to_thread(store.verify, signature_check(folder.roster))
@@ -401,6 +434,7 @@ class Offer:
     member: str
     round: int
     message: Leaves
+    amendments: Sequence[Amendment] = ()
 
 
 async def join_store(
@@ -410,11 +444,13 @@ async def join_store(
     roster: Roster,
     keys: Path,
     believe: bool = False,
+    founders: int | None = None,
 ) -> Store:
     """Make a newcomer's store: a neighbour's z with a mass of its own, recorded as a join.
 
     Several members are asked, so that none alone decides what the newcomer begins with. With
-    `believe` one answer is enough.
+    `believe` one answer is enough. A peer that is not among the `founders` needs the others'
+    agreement, which says from which round it takes part, and with how much mass.
     """
     incarnation = secrets.token_hex(8)
     others = [m.name for m in roster.members if m.name != agreement.name and not m.dials_out]
@@ -428,10 +464,19 @@ async def join_store(
             "answers with --trust-store."
         )
     round, message = choose_offer(offers)
+    units, terms = UNIT, list[Terms]()
+    if founders is not None and roster.number(agreement.name) >= founders:
+        told = [one for offer in offers for one in offer.amendments]
+        terms = granted_terms(told, agreement.name, agreement.hash, roster, founders)
+        own = next(one for one in terms if agreement.name in one.joins)
+        round, units = max(round, own.since), own.grant
+        message = scale_message(message, units, UNIT)
     memory = Memory(message, learner.rest())
-    accounts = Accounts(agreement.name, UNIT, round=round)
-    entry = make_first_entry("join", message, round)
-    return Store.create(folder, accounts, memory, entry, agreement.hash, incarnation=incarnation)
+    accounts = Accounts(agreement.name, units, round=round)
+    entry = make_first_entry("join", message, round, units)
+    store = Store.create(folder, accounts, memory, entry, agreement.hash, incarnation=incarnation)
+    store.save_terms(terms)
+    return store
 
 
 def enough_offers(others: int) -> int:
@@ -519,9 +564,16 @@ async def _pull_model(join: Join, roster: Roster, identity: Identity, manifest: 
             join.receiver,
             header.round,
             {leaf: values.copy() for leaf, values in message.items()},
+            await _fetch_amendments(channel),
         )
     finally:
         await channel.close()
+
+
+async def _fetch_amendments(channel: Any) -> list[Amendment]:
+    """Ask for the changes of the run that a member knows of."""
+    answer = await channel.unary_unary(f"/{SERVICE}/{Amendment.method}")(b"")
+    return decode_statements(Amendment, answer)
 
 
 def _check_source(join: Join, header: Model, roster: Roster) -> None:

@@ -8,6 +8,7 @@ records of a simulated network alike.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,7 +130,7 @@ def audit(
     inside = {name: statement for name, statement in by_name.items() if name not in evicted}
     report = AuditReport(peers=len(inside), signatures=None if is_genuine is None else 0)
     for statement in inside.values():
-        _check_records(statement, report)
+        _check_records(statement, report, _find_grant(statement, inside.values()))
         if is_genuine is not None:
             _check_proofs(statement, report, is_genuine)
     _check_links(inside, report, live, is_genuine)
@@ -152,14 +153,20 @@ def find_damage(statement: Statement, is_genuine: SignatureCheck | None, newest:
     A training that has diverged is no damage.
     """
     report = AuditReport()
-    _check_records(statement, report)
+    _check_records(statement, report, _find_grant(statement, [statement]))
     if is_genuine is not None:
         sent, received = statement.sent[-newest:], statement.received[-newest:]
         _check_proofs(replace(statement, sent=sent, received=received), report, is_genuine)
     return [problem for problem in report.problems if "is not finite" not in problem]
 
 
-def _check_records(statement: Statement, report: AuditReport) -> None:
+def _find_grant(statement: Statement, witnesses: Iterable[Statement]) -> int:
+    """The mass that a member brings: 1, or what most records say the others have granted it."""
+    told = Counter(one.grants.get(statement.name, UNIT) for one in witnesses)
+    return told.most_common(1)[0][0]
+
+
+def _check_records(statement: Statement, report: AuditReport, grant: int) -> None:
     """Check that each entry continues the one before it, and that the last matches the account."""
     units, total = 0, 0.0
     for number, entry in enumerate(statement.entries):
@@ -187,15 +194,15 @@ def _check_records(statement: Statement, report: AuditReport) -> None:
     openings = [
         (number, e.units_in) for number, e in enumerate(statement.entries) if e.kind in OPENING
     ]
-    if openings != [(0, UNIT)]:
+    if openings != [(0, grant)]:
         report.blame(
             statement.name,
-            f"{statement.name}: minted: its account was opened with {started / UNIT:g}; the "
-            "roster, and whoever joins, brings 1.",
+            f"{statement.name}: minted: its account was opened with {started / UNIT:g}; it "
+            f"brings {grant / UNIT:g}.",
         )
     report.units += statement.units
     report.written_off += statement.written_off
-    report.expected += UNIT - statement.written_off  # whatever its own first entry says
+    report.expected += grant - statement.written_off  # whatever its own first entry says
 
 
 def _check_last_entry(statement: Statement, units: int, total: float, report: AuditReport) -> None:

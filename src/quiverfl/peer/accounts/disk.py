@@ -30,6 +30,7 @@ from quiverfl.peer.accounts.ledger import (
     Transfer,
 )
 from quiverfl.peer.link.messages import sum_message
+from quiverfl.peer.link.wire import Terms
 from quiverfl.support import durable
 
 log = logging.getLogger("quiverfl.peer")
@@ -166,6 +167,10 @@ def parse_accounts(body: str) -> Accounts:
     return Accounts(**values, links=links)
 
 
+def parse_terms(body: str) -> list[Terms]:
+    return [Terms.model_validate_json(json.dumps(terms)) for terms in json.loads(body or "[]")]
+
+
 def insert_sent(transfer: Transfer, status: str) -> Change:
     return ("INSERT INTO sent VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*astuple(transfer), status))
 
@@ -248,4 +253,5 @@ def _read_statement(folder: Path) -> Statement:
         gone=gone,
         agreement=meta.get("agreement", ""),
         incarnation=meta.get("incarnation", ""),
+        grants={name: t.grant for t in parse_terms(meta.get("terms", "")) for name in t.joins},
     )

@@ -338,3 +338,4 @@ class Statement:
     gone: frozenset[str] = frozenset()
     incarnation: str = ""  # of its store
     agreement: str = ""  # hash of run, configuration and manifest: the same for all peers of a run
+    grants: Mapping[str, int] = field(default_factory=dict)  # to members that joined by agreement

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -156,8 +156,15 @@ class ProvenMass:
 class MassProofs:
     """The mass that each sender has proven to hold."""
 
-    def __init__(self, agreement: str, me: str, bodies: dict[str, str]) -> None:
-        self._agreement, self._me = agreement, me
+    def __init__(
+        self,
+        agreement: str,
+        me: str,
+        bodies: dict[str, str],
+        opening: Callable[[str], int] = lambda peer: UNIT,
+    ) -> None:
+        """`opening` says with how much mass a member began."""
+        self._agreement, self._me, self._opening = agreement, me, opening
         self._proven = {peer: ProvenMass(**json.loads(body)) for peer, body in bodies.items()}
 
     def proven_by(self, peer: str) -> ProvenMass:
@@ -170,7 +177,7 @@ class MassProofs:
     def is_covered(self, accounts: Accounts, transfer: Transfer) -> bool:
         """Whether the sender can have had as much mass as it has pushed here."""
         link = accounts.link(transfer.sender)
-        known = UNIT + link.given + self.proven_by(transfer.sender).units
+        known = self._opening(transfer.sender) + link.given + self.proven_by(transfer.sender).units
         return link.taken + transfer.units <= known
 
     def add_vouchers(

@@ -193,7 +193,7 @@ class Store:
 
     def terms(self) -> list[Terms]:
         """The changes of the run that all members have signed, in the order of their rounds."""
-        return [Terms.model_validate(terms) for terms in json.loads(self.meta("terms") or "[]")]
+        return disk.parse_terms(self.meta("terms"))
 
     def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
         """List shares taken from others than `receiver`, in order, after the first `rows`."""

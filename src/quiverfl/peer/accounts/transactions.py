@@ -33,10 +33,10 @@ MOST_FORGED = 3
 """Clocks of one message that are found forged before the rest is left unread."""
 
 
-def make_first_entry(kind: str, message: Leaves, round: int = 0) -> Entry:
-    """Make the entry that opens an account with μ = 1."""
+def make_first_entry(kind: str, message: Leaves, round: int = 0, units: int = UNIT) -> Entry:
+    """Make the entry that opens an account, with μ = 1 unless the others have granted less."""
     opening = sum_message(message)
-    return Entry(kind, round, UNIT, UNIT, 0, opening, 0.0, 0.0, 0.0, sum_magnitudes(message))
+    return Entry(kind, round, units, units, 0, opening, 0.0, 0.0, 0.0, sum_magnitudes(message))
 
 
 class Transactions:

@@ -66,6 +66,11 @@ class Neighbours:
             if peer != ctx.name
         }
 
+    def add(self, peer: str) -> Sender:
+        """Deal with a member that the roster has had since this peer started."""
+        self.senders[peer] = Sender(self._ctx, Link(self._ctx, peer, self))
+        return self.senders[peer]
+
     # Greetings
 
     def compose_hello(self, peer: str, protocol: int) -> Hello:
@@ -157,8 +162,7 @@ class Neighbours:
     async def accept_hello(self, hello: Hello) -> None:
         """Take in what a neighbour says, as caller or as called."""
         ctx = self._ctx
-        if hello.sender not in self.senders:
-            raise QuiverError(f"{hello.sender!r} was not in the roster when this peer started.")
+        self._node.admit_members()
         if hello.towards not in ("", ctx.incarnation):
             raise QuiverError(
                 f"{hello.sender!r} remembers another store of {ctx.name!r}: it has not "
@@ -324,6 +328,7 @@ class Neighbours:
         """Neighbours that no share is expected from, and none is sent to."""
         links = self._ctx.transactions.accounts.links
         gone = {peer for peer, link in links.items() if link.gone or link.closed}
+        gone |= {peer for peer in self.senders if not self._node.is_member(peer)}
         return gone | {peer for peer in self.senders if self._is_severed(peer)}
 
     def staying(self) -> set[str]:
@@ -337,7 +342,8 @@ class Neighbours:
         return self._dials_out(peer) and self._dials_out(self._ctx.name)
 
     def is_free(self, peer: str) -> bool:
-        return not self._is_severed(peer) and is_free(self._ctx.transactions.accounts, peer)
+        open_to = self._node.is_member(peer) and not self._is_severed(peer)
+        return open_to and is_free(self._ctx.transactions.accounts, peer)
 
     def worth_waiting_for(self, peers: set[str]) -> set[str]:
         """The subset of `peers` whose acknowledgement a round may wait for.

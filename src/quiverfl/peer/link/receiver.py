@@ -60,16 +60,17 @@ class Receiver:
         copies: bool = False,
         heard: Callable[[str], None] = lambda sender: None,
         arrived: Callable[[int], None] = lambda of_round: None,
+        opening: Callable[[str], int] = lambda peer: UNIT,
     ) -> None:
         """With `copies` neighbours send whole messages without mass, in place of shares.
 
         `heard` is called with every neighbour whose announcement is genuine, `arrived` with the
-        round of every share that is staged.
+        round of every share that is staged. `opening` says with how much mass a member began.
         """
         self._ctx, self._copies, self._heard, self._arrived = ctx, copies, heard, arrived
         self._last_units: dict[str, int] = {}
         limits = ctx.limits
-        self._proofs = MassProofs(ctx.agreement.hash, ctx.name, ctx.store.proofs())
+        self._proofs = MassProofs(ctx.agreement.hash, ctx.name, ctx.store.proofs(), opening)
         self._admission = AdmissionQueue(limits.bodies, limits)
         self._streams = StreamLimit(limits.streams)
         self._outliers = NormBound(limits.outlier_factor)

@@ -240,7 +240,7 @@ class Service:
         caller = await self._admit(context, "Collect")
         sender = self._node.neighbours.senders.get(caller)
         if sender is None:
-            problem = f"{caller!r} was not in the roster when this peer started."
+            problem = f"{caller!r} has not said hello yet."
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
             return
         await sender.serve_reverse_stream(ReverseStream(context))
@@ -250,10 +250,10 @@ class Service:
     ) -> bytes:
         await self._admit(context, log.kind.method)
         table, here = log.kind.table, log.hash
-        if self._written.get(table, ("", b""))[0] != here:
+        if table not in self._written or self._written[table][0] != here:
             body = await asyncio.to_thread(encode_statements, log.kind, log.statements())
             self._written[table] = (here, body)
-        return self._ctx.metrics.count_sent(self._written.get(table, ("", b""))[1])
+        return self._ctx.metrics.count_sent(self._written[table][1])
 
     async def _last_receipt(self, _frame: bytes, context: CallContext) -> bytes:
         """Show a member the last receipt that it has signed, should its store not know it."""

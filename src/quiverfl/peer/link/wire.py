@@ -12,18 +12,20 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     ValidationError,
+    model_serializer,
 )
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.accounts.ledger import Transfer
+from quiverfl.peer.accounts.ledger import UNIT, Transfer
 
 PROTOCOL, OLDEST = 3, 3
 """The newest version this peer speaks, and the oldest it still understands."""
@@ -34,6 +36,8 @@ SERVICE = "quiver.Peer"
 STATEMENTS = 1024
 STATEMENTS_LIMIT = 1 << 19
 """The most statements in a list of them, and the most bytes."""
+MOST_JOINS = 64
+"""The most members that join by one change."""
 VOUCHERS = 24
 """The most vouchers that fit into a control message."""
 
@@ -251,6 +255,16 @@ class Terms(_Control):
     since: Count
     rounds: Annotated[int, Field(ge=1, lt=2**62)] | None = None
     lr: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False)] | None = None
+    joins: Annotated[tuple[Name, ...], Field(max_length=MOST_JOINS)] = ()  # as the roster has them
+    grant: Annotated[int, Field(ge=1, le=UNIT)] = UNIT  # the units of mass that each of them brings
+
+    @model_serializer(mode="wrap")
+    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what earlier versions do not know where it says nothing."""
+        values: dict[str, Any] = write(self)
+        if not self.joins:
+            del values["joins"], values["grant"]
+        return values
 
     def __lt__(self, other: Terms) -> bool:
         return (self.since, encode(self)) < (other.since, encode(other))
@@ -258,6 +272,8 @@ class Terms(_Control):
     def __str__(self) -> str:
         parts = [f"rounds = {self.rounds}"] if self.rounds is not None else []
         parts += [f"lr = {self.lr:g}"] if self.lr is not None else []
+        if self.joins:
+            parts.append(f"{', '.join(self.joins)} joins with mass {self.grant / UNIT:g}")
         return f"from round {self.since}: {', '.join(parts)}"
 
 
@@ -280,7 +296,8 @@ class Amendment(_Control):
 
     def signed_text(self, agreement: str) -> bytes:
         terms = self.terms
-        fields = [agreement, self.by, terms.since, terms.rounds, terms.lr]
+        fields: list[Any] = [agreement, self.by, terms.since, terms.rounds, terms.lr]
+        fields += [terms.joins, terms.grant] if terms.joins else []
         return b"quiver amendment\0" + json.dumps(fields).encode()
 
 
