@@ -182,7 +182,6 @@ def build_learner(folder: PeerFolder) -> PeerParts:
             "model anyway. Leave it out."
         )
     refuse_simulation_keys(config)
-
     members = count_clients(folder, config)
     if number >= count_founders(config) and folder.own.data is None:
         raise QuiverError(
