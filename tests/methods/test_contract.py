@@ -396,3 +396,25 @@ def test_tracked_gradients_sum_to_the_sum_of_gradients() -> None:
     state = run._shard.state
     torch.testing.assert_close(state.track_u.sum(0), state.last_u.sum(0), rtol=0, atol=1e-12)
     assert np.ptp(state.mu.numpy()) > 0.1
+
+
+@pytest.mark.parametrize("executor", ["vectorized", "sequential"])
+def test_a_loss_of_the_whole_batch_knows_its_padding(executor: str) -> None:
+    """Times the number of real samples, it moves a client as many times as far."""
+
+    def counted(seen: Any, targets: Tensor, state: Any, _: Any, weights: Tensor) -> Tensor:
+        plain = functional.cross_entropy(seen.outputs, targets, reduction="none")
+        return plain * weights.sum()
+
+    whole = with_phases(Alone().train(steps=1, loss=qv.Loss(counted, needs_weights=True)))
+    plain = with_phases(Alone().train(steps=1))
+    options = {"rounds": 1, "training": qv.Training(lr=0.01, batch_size=None)}
+    start = states(simulate(plain, REGULAR(CLIENTS), rounds=0))[0]
+    topology = qv.isolated(clients=CLIENTS)
+    far, near = (
+        states(simulate(method, topology, executor=executor, **options))[0] - start
+        for method in (whole, plain)
+    )
+    sizes = torch.tensor([5.0, 7.0, 11.0, 9.0, 6.0, 8.0], dtype=torch.float64)
+    torch.testing.assert_close(far, near * sizes[:, None], rtol=0, atol=1e-12)
+    assert float(near.norm()) > 1e-3

@@ -67,7 +67,10 @@ class Lookahead(Generic[S]):
 class Loss(Generic[S]):
     """A loss of the method's own, in place of the task's."""
 
-    function: Callable[..., Tensor]
+    function: (
+        Callable[[ModelOutputs, Tensor, S, tuple[ModelOutputs, ...]], Tensor]
+        | Callable[[ModelOutputs, Tensor, S, tuple[ModelOutputs, ...], Tensor], Tensor]
+    )
     """(outputs, targets, state, the teachers' outputs) → one number per sample, [n]."""
     needs_features: bool = False
     """Whether it reads the features that the head is given."""
