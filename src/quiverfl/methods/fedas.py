@@ -12,7 +12,7 @@ Algorithm 1.
 
 Parameter alignment: before training, steps of θ on the mean squared distance of a sample's features
 from the prototype of its class. Client synchronization: θ ← Σ S_i θ_i / Σ S_i, so that a client
-that is trained badly counts little or much by its gradients, not by its samples.
+counts by what its gradients say of its training, not by its samples.
 
 The trace is the sum over the batches of an epoch of ‖∇L‖² at the trained model, as in published
 code. A phase accumulates it: its step from p = 0 with rate 1 along -g² leaves Σ g². Differences
