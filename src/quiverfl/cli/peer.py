@@ -248,6 +248,32 @@ def watch(
         watch_in_terminal(client, every, once)
 
 
+@app.command("replay")
+def replay(
+    folders: Annotated[list[Path], typer.Argument(help="The folders of all peers of a run.")],
+    json_: AsJson = False,
+) -> None:
+    """Play recorded async peers again in the simulation, to the same bits.
+
+    The stores say who pushed when and who took what. The exit code is 1 if a model differs.
+    """
+    from quiverfl.peer.replay import replay as replay_peers
+
+    found = replay_peers(folders)
+    metric = next(iter(found.metrics))
+    scores = found.metrics[metric].tolist()
+    rows = list(zip(found.names, found.rounds, found.same, scores, strict=True))
+    if json_:
+        keys = ("peer", "rounds", "same", metric)
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
+    else:
+        for name, rounds, same, score in rows:
+            words = "same bits" if same else "DIFFERENT"
+            print(f"{name}: {rounds} rounds, {words}, {metric} {score:.4f}")
+    if not all(found.same):
+        raise typer.Exit(1)
+
+
 @app.command("audit")
 def audit(
     folders: Annotated[list[Path], typer.Argument(help="Peers' folders, or their stores.")],
