@@ -427,6 +427,7 @@ def test_names_that_are_refused() -> None:
     ("options", "words"),
     [
         ({"executor": "vectorized"}, r"executor = 'vectorized': .*batches of several clients are"),
+        ({"compile": True}, r"compile = true: the model cannot .*batches of several clients are"),
         ({"privacy": qv.DPSGD()}, r"dp_sgd. with a model that keeps running statistics"),
         (
             {"task": {"buffers": "mixed"}, "compression": qv.Quantize(bits=4)},

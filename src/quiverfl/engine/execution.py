@@ -123,6 +123,10 @@ ONE_BY_ONE = (
     "compile = true compiles what is computed for many clients together, and clients of this model "
     'are computed one by one: set executor = "vectorized", or leave compile out.'
 )
+NOT_TOGETHER = (
+    "compile = true: the model cannot be computed for several clients at once ({}), and that is "
+    "what is compiled. Leave compile out."
+)
 TRIES = 3
 """Gradients that are timed of each executor, after one that is not; the fastest counts."""
 
@@ -458,6 +462,8 @@ def check_compile(task: Task, data: FederatedData, method: Method, settings: Run
     """Refuse compile = true where steps would not be compiled: nothing is passed over silently."""
     if not settings.compile:
         return
+    if task.one_by_one is not None:
+        raise QuiverError(NOT_TOGETHER.format(task.one_by_one))
     device = torch.device(settings.device)
     if not isinstance(choose_executor(settings.executor, task, device), Vectorized):
         raise QuiverError(ONE_BY_ONE)
@@ -474,10 +480,7 @@ def check_compile(task: Task, data: FederatedData, method: Method, settings: Run
         )
     reason = probe.why_not_stacked()
     if reason is not None:
-        raise QuiverError(
-            f"compile = true: the model cannot be computed for several clients at once ({reason}), "
-            "and that is what is compiled. Leave compile out."
-        )
+        raise QuiverError(NOT_TOGETHER.format(reason))
 
 
 def has_compiled_layers(task: Task) -> bool:
