@@ -139,7 +139,7 @@ class FedAS(Method[ASState]):
 
     def _keep_trace(self, state: ASState, squares: Trained) -> ASState:
         trace = squares.shared.sum() + squares.personal.sum()
-        return state._replace(fisher=trace.to(torch.float64).clamp(min=1e-20))
+        return state._replace(fisher=trace.to(state.fisher.dtype).clamp(min=1e-20))
 
     def message(self, state: ASState) -> Message:
         return weight_message(state.fisher, u=state.u)
