@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     adapters,
+    crowd,
     frameworks,
     machine,
     mixing,
@@ -27,8 +28,8 @@ from benchmarks.figures import Figure
 from benchmarks.works import WORKS, smaller
 from quiverfl import keep_freed_memory
 
-PARTS = ("A", "B", "C", "D", "E", "F", "G", "H", "threads", "run")
-REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5, "threads": 3}
+PARTS = ("A", "B", "C", "D", "E", "F", "G", "H", "T", "threads", "run")
+REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5, "T": 5, "threads": 3}
 RESULT, QUICK_RESULT = Path("runs/bench/result.json"), Path("runs/bench/quick.json")
 DOCUMENT = Path("docs/explanation/performance.md")
 
@@ -36,7 +37,7 @@ DOCUMENT = Path("docs/explanation/performance.md")
 def main() -> None:
     wanted = _arguments()
     if wanted.command == "render":
-        report.render(wanted.out, wanted.document)
+        report.render(wanted.out, wanted.document, wanted.mixed)
         print(f"{wanted.document}: table of {wanted.out}")
         return
     torch.set_num_threads(wanted.threads)
@@ -73,6 +74,7 @@ def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
         "F": trained("F"),
         "G": lambda: ranks.figures(repeats("G"), kind, count, quick),
         "H": lambda: adapters.figures(count, quick),
+        "T": lambda: crowd.figures(repeats("T"), kind, count, quick),
         "threads": lambda: threads.figures(repeats("threads"), quick),
         "run": lambda: whole.figures(count, quick),
     }
@@ -92,6 +94,9 @@ def _arguments() -> argparse.Namespace:
         help="cpu, with --threads 1: for a machine that others use at the same time",
     )
     parser.add_argument("--out", type=Path, help=f"the JSON file; default {RESULT}")
+    parser.add_argument(
+        "--mixed", action="store_true", help="render figures of several editions, row by row"
+    )
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="what render writes to")
     wanted = parser.parse_args()
     # What is measured quickly never stands beside what was measured in full.

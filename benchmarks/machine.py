@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 
 import numpy
@@ -26,7 +27,20 @@ def describe() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "quiverfl": quiverfl.__version__,
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The commit of this tree, with "+" where files were changed since; "unknown" without git."""
+    root = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    changed = git("status", "--porcelain", "--", "src", "benchmarks")
+    return git("rev-parse", "--short=9", "HEAD") + "+" * bool(changed) or "unknown"
 
 
 def load() -> str:

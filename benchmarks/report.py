@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks.figures import Figure, from_record
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+WORKS = "ABCDEFGHT"
 COLORS = {"pass": "green", "short": "red", "skipped": "yellow", "–": "dim"}
 
 
@@ -42,11 +43,23 @@ def show(path: Path, about: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def render(result: Path, document: Path) -> None:
-    """Replace what stands between the two marks of the document by the table of the result."""
+def render(result: Path, document: Path, mixed: bool = False) -> None:
+    """Replace what stands between the two marks of the document by the table of the result.
+
+    Figures of several editions stand in one table only if that is asked for; each then says which.
+    """
     records = _read(result)
     if not records:
         raise SystemExit(f"{result}: no figures there; run `python -m benchmarks` first.")
+    editions: dict[str, set[str]] = {}
+    for record in records:
+        editions.setdefault(_edition(record), set()).add(record["work"])
+    if len(editions) > 1 and not mixed:
+        listed = "; ".join(f"{e}: {', '.join(sorted(w))}" for e, w in sorted(editions.items()))
+        raise SystemExit(
+            f"{result} has figures of {len(editions)} editions ({listed}). Measure the older ones "
+            "again with --only, or say --mixed: every row then names its edition."
+        )
     text = document.read_text()
     if BEGIN not in text or END not in text:
         raise SystemExit(f"{document}: the marks {BEGIN} and {END} are missing.")
@@ -56,12 +69,14 @@ def render(result: Path, document: Path) -> None:
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
-    lines = ["| work | figure | measured | target | |", "|---|---|---|---|---|"]
+    mixed = len({_edition(record) for record in records}) > 1
+    titles = ["work", "figure", "measured", "target", "", *(["edition"] if mixed else [])]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for record in records:
         figure = _figure(record)
         name = figure.name + (f" ({figure.note})" if figure.note else "")
-        cells = (figure.work, name, _value(figure), _target(figure), figure.verdict)
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [figure.work, name, _value(figure), _target(figure), figure.verdict]
+        lines.append("| " + " | ".join([*cells, *([_edition(record)] if mixed else [])]) + " |")
     runs = {json.dumps(record["run"], sort_keys=True): record["run"] for record in records}
     lines.append("")
     for run in runs.values():
@@ -71,13 +86,20 @@ def markdown(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _edition(record: dict[str, Any]) -> str:
+    """Version and commit of what was measured; runs of before said no commit."""
+    about = record["run"]["machine"]
+    return f"{about['quiverfl']} ({about.get('commit', 'unknown')})"
+
+
 def _sentence(run: dict[str, Any]) -> str:
     machine = run["machine"]
     return (
         f"measured {run['date']} on {machine['processor']} ({machine['instructions']}), "
         f"{machine['cores']} cores, {machine['memory']}, {machine['system']}; "
         f"Python {machine['python']}, torch {machine['torch']} with {run['threads']} threads, "
-        f"quiverfl {machine['quiverfl']}; {run['clock']} time, load {run['load']} at the start"
+        f"quiverfl {machine['quiverfl']}, commit {machine.get('commit', 'unknown')}; "
+        f"{run['clock']} time, load {run['load']} at the start"
         + ("; quick" if run["quick"] else "")
         + "."
     )
@@ -94,7 +116,7 @@ def _target(figure: Figure) -> str:
 
 
 def _order(work: str) -> tuple[int, str]:
-    return ("ABCDEFGH".index(work) if work in "ABCDEFGH" else 8, work)
+    return (WORKS.index(work) if work in WORKS else len(WORKS), work)
 
 
 def _figure(record: dict[str, Any]) -> Figure:

@@ -1,0 +1,65 @@
+"""The benchmark's tables: which edition a figure was measured on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import crowd, machine, report
+from benchmarks.figures import Figure
+
+
+def _about(commit: str) -> dict:
+    described = {**machine.describe(), "quiverfl": "0.3.0", "commit": commit}
+    run = {"threads": 1, "clock": "cpu", "quick": False, "load": "0.1", "date": "2026-01-01"}
+    return {**run, "machine": described}
+
+
+def test_figures_of_several_editions_stand_together_only_if_asked(tmp_path: Path) -> None:
+    result, page = tmp_path / "result.json", tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write(result, [Figure("A", "naive / ours", 8.0, "≥", 5)], _about("aaa"))
+    report.render(result, page)
+    assert "edition" not in page.read_text()
+    assert "commit aaa; cpu time" in page.read_text()
+    report.write(result, [Figure("B", "naive / ours", 2.0)], _about("bbb"))
+    with pytest.raises(SystemExit, match=r"2 editions \(0.3.0 \(aaa\): A; 0.3.0 \(bbb\): B\)"):
+        report.render(result, page)
+    report.render(result, page, mixed=True)
+    lines = page.read_text().splitlines()
+    assert "| A | naive / ours | 8.00 | ≥ 5 | pass | 0.3.0 (aaa) |" in lines
+    assert "| B | naive / ours | 2.00 | – | – | 0.3.0 (bbb) |" in lines
+    assert lines[0] == "before"
+    assert lines[-1] == "after"
+
+
+def test_figures_of_before_commits_were_written_are_an_edition_of_their_own(
+    tmp_path: Path,
+) -> None:
+    result, page = tmp_path / "result.json", tmp_path / "page.md"
+    page.write_text(f"{report.BEGIN}{report.END}")
+    report.write(result, [Figure("A", "one", 1.0), Figure("B", "two", 1.0)], _about("aaa"))
+    records = json.loads(result.read_text())
+    del records["figures"][0]["run"]["machine"]["commit"]
+    result.write_text(json.dumps(records))
+    with pytest.raises(SystemExit, match="unknown"):
+        report.render(result, page)
+
+
+def test_a_run_says_its_commit_and_whether_files_were_changed() -> None:
+    commit = machine.describe()["commit"]
+    assert commit == "unknown" or set(commit) <= set("0123456789abcdef+")
+
+
+def test_the_bare_loop_computes_the_products_of_the_tiny_model() -> None:
+    work = replace(crowd.T, clients=3)
+    assert sum(leaf.numel() for leaf in work.model().parameters()) == 1_188
+    crowd.bare_products(work)()
+    model, x = work.model(), torch.randn(3, 10, crowd.INPUTS)
+    stacked = [leaf.detach().expand(3, *leaf.shape) for leaf in model.parameters()]
+    together = crowd._model(*stacked, x)
+    alone = model(x.flatten(0, 1)).view_as(together)
+    assert torch.allclose(together, alone, atol=1e-6)
