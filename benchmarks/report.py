@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from rich.table import Table
 
 from benchmarks.figures import Figure, from_record
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+QUESTIONS = ("limit", "others", "growth")
+"""How close to the limit, how much faster than the others, how it grows: a table each."""
+END = "<!-- measured: end -->"
 WORKS = "ABCDEFGHT"
 COLORS = {"pass": "green", "short": "red", "skipped": "yellow", "–": "dim"}
 
@@ -44,7 +47,7 @@ def show(path: Path, about: dict[str, Any]) -> None:
 
 
 def render(result: Path, document: Path, mixed: bool = False) -> None:
-    """Replace what stands between the two marks of the document by the table of the result.
+    """Replace the tables of the document by those of the result.
 
     Figures of several editions stand in one table only if that is asked for; each then says which.
     """
@@ -61,15 +64,34 @@ def render(result: Path, document: Path, mixed: bool = False) -> None:
             "again with --only, or say --mixed: every row then names its edition."
         )
     text = document.read_text()
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{document}: the marks {BEGIN} and {END} are missing.")
-    head, rest = text.split(BEGIN, 1)
-    tail = rest.split(END, 1)[1]
-    document.write_text(f"{head}{BEGIN}\n{markdown(records)}{END}{tail}")
+    mixed = len(editions) > 1
+    for question in QUESTIONS:
+        some = [record for record in records if _question(_figure(record)) == question]
+        text = _replace(text, question, table(some, mixed), document)
+    document.write_text(_replace(text, "runs", describe_runs(records), document))
 
 
-def markdown(records: list[dict[str, Any]]) -> str:
-    mixed = len({_edition(record) for record in records}) > 1
+def begin_mark(part: str) -> str:
+    return f"<!-- measured: {part} -->"
+
+
+def _replace(text: str, part: str, content: str, document: Path) -> str:
+    """What stands between a part's mark and the next end, anew."""
+    begin = begin_mark(part)
+    if begin not in text or END not in text.split(begin, 1)[1]:
+        raise SystemExit(f"{document}: the marks {begin} and {END} are missing.")
+    head, rest = text.split(begin, 1)
+    return f"{head}{begin}\n{content}{END}{rest.split(END, 1)[1]}"
+
+
+def _question(figure: Figure) -> str:
+    if "naive" in figure.name or figure.work == "frameworks":
+        return "others"
+    grows = figure.work in ("E", "G", "H", "threads") or "per client" in figure.name
+    return "growth" if grows or "memory," in figure.name else "limit"
+
+
+def table(records: list[dict[str, Any]], mixed: bool) -> str:
     titles = ["work", "figure", "measured", "target", "", *(["edition"] if mixed else [])]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for record in records:
@@ -77,31 +99,39 @@ def markdown(records: list[dict[str, Any]]) -> str:
         name = figure.name + (f" ({figure.note})" if figure.note else "")
         cells = [figure.work, name, _value(figure), _target(figure), figure.verdict]
         lines.append("| " + " | ".join([*cells, *([_edition(record)] if mixed else [])]) + " |")
-    runs = {json.dumps(record["run"], sort_keys=True): record["run"] for record in records}
-    lines.append("")
-    for run in runs.values():
-        works = sorted({r["work"] for r in records if r["run"] == run}, key=_order)
-        lines.append(f"{', '.join(works)}: {_sentence(run)}")
+    return "\n".join(lines) + "\n"
+
+
+def describe_runs(records: list[dict[str, Any]]) -> str:
+    """Where and when the works were measured."""
+    works: dict[str, set[str]] = {}
+    for record in records:
+        works.setdefault(_sentence(record["run"]), set()).add(record["work"])
+    lines = []
+    for sentence, some in works.items():
+        lines += textwrap.wrap(f"{', '.join(sorted(some, key=_order))}: {sentence}", 100)
         lines.append("")
     return "\n".join(lines)
 
 
 def _edition(record: dict[str, Any]) -> str:
+    return _name_edition(record["run"]["machine"])
+
+
+def _name_edition(machine: dict[str, Any]) -> str:
     """Version and commit of what was measured; runs of before said no commit."""
-    about = record["run"]["machine"]
-    return f"{about['quiverfl']} ({about.get('commit', 'unknown')})"
+    return f"{machine['quiverfl']} ({machine.get('commit', 'unknown')})"
 
 
 def _sentence(run: dict[str, Any]) -> str:
     machine = run["machine"]
+    quick = ", quick" if run["quick"] else ""
     return (
         f"measured {run['date']} on {machine['processor']} ({machine['instructions']}), "
-        f"{machine['cores']} cores, {machine['memory']}, {machine['system']}; "
-        f"Python {machine['python']}, torch {machine['torch']} with {run['threads']} threads, "
-        f"quiverfl {machine['quiverfl']}, commit {machine.get('commit', 'unknown')}; "
-        f"{run['clock']} time, load {run['load']} at the start"
-        + ("; quick" if run["quick"] else "")
-        + "."
+        f"{machine['cores']} cores, {machine['memory']}, {machine['system']}. "
+        f"Python {machine['python']}, torch {machine['torch']} with {run['threads']} threads. "
+        f"Quiver {_name_edition(machine)}{quick}. {run['clock'].capitalize()} time, load "
+        f"{run['load']} at the start."
     )
 
 

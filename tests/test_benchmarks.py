@@ -11,6 +11,10 @@ import torch
 from benchmarks import crowd, machine, report
 from benchmarks.figures import Figure
 
+MARKS = "\n".join(
+    f"{report.begin_mark(part)}\nold\n{report.END}" for part in (*report.QUESTIONS, "runs")
+)
+
 
 def _about(commit: str) -> dict:
     described = {**machine.describe(), "quiverfl": "0.3.0", "commit": commit}
@@ -20,11 +24,11 @@ def _about(commit: str) -> dict:
 
 def test_figures_of_several_editions_stand_together_only_if_asked(tmp_path: Path) -> None:
     result, page = tmp_path / "result.json", tmp_path / "page.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    page.write_text(f"before\n{MARKS}\nafter\n")
     report.write(result, [Figure("A", "naive / ours", 8.0, "≥", 5)], _about("aaa"))
     report.render(result, page)
     assert "edition" not in page.read_text()
-    assert "commit aaa; cpu time" in page.read_text()
+    assert "Quiver 0.3.0 (aaa). Cpu time" in page.read_text().replace("\n", " ")
     report.write(result, [Figure("B", "naive / ours", 2.0)], _about("bbb"))
     with pytest.raises(SystemExit, match=r"2 editions \(0.3.0 \(aaa\): A; 0.3.0 \(bbb\): B\)"):
         report.render(result, page)
@@ -34,13 +38,35 @@ def test_figures_of_several_editions_stand_together_only_if_asked(tmp_path: Path
     assert "| B | naive / ours | 2.00 | – | – | 0.3.0 (bbb) |" in lines
     assert lines[0] == "before"
     assert lines[-1] == "after"
+    assert "old" not in lines
+    page.write_text(MARKS.replace("growth", "size"))
+    with pytest.raises(SystemExit, match="marks"):
+        report.render(result, page, mixed=True)
+
+
+@pytest.mark.parametrize(
+    ("work", "name", "question"),
+    [
+        ("A", "naive / ours", "others"),
+        ("frameworks", "A: Flower / ours", "others"),
+        ("A", "ours / limit", "limit"),
+        ("D", "extra memory of mixing, m = 100", "limit"),
+        ("T", "ours / batched products, 20,000 clients", "limit"),
+        ("T", "peak memory, 100,000 clients", "growth"),
+        ("T", "whole round per client at 100,000 / at 10,000", "growth"),
+        ("E", "time per client at 10 / at 100", "growth"),
+        ("run", "`quiver run` / its training and mixing, A, 60 rounds", "limit"),
+    ],
+)
+def test_every_figure_answers_one_of_three_questions(work: str, name: str, question: str) -> None:
+    assert report._question(Figure(work, name, 1.0)) == question
 
 
 def test_figures_of_before_commits_were_written_are_an_edition_of_their_own(
     tmp_path: Path,
 ) -> None:
     result, page = tmp_path / "result.json", tmp_path / "page.md"
-    page.write_text(f"{report.BEGIN}{report.END}")
+    page.write_text(MARKS)
     report.write(result, [Figure("A", "one", 1.0), Figure("B", "two", 1.0)], _about("aaa"))
     records = json.loads(result.read_text())
     del records["figures"][0]["run"]["machine"]["commit"]
