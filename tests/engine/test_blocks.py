@@ -70,11 +70,11 @@ def test_clients_of_joined_chunks_have_the_bits_of_a_chunk_alone(
 @pytest.mark.parametrize(
     ("method", "task", "training"),
     [
-        # tanh of what does not fill a vector is computed otherwise than of what does.
+        # A sigmoid of what does not fill a vector is computed otherwise than of what does.
         (
             qv.DFedPGP(1, 1),
             qv.Task(
-                lambda: nn.Sequential(nn.Linear(INPUTS, 5), nn.Tanh(), nn.Linear(5, CLASSES)),
+                lambda: nn.Sequential(nn.Linear(INPUTS, 5), nn.Sigmoid(), nn.Linear(5, CLASSES)),
                 personal=("2",),
             ),
             TRAINING,
@@ -89,7 +89,7 @@ def test_clients_of_joined_chunks_have_the_bits_of_a_chunk_alone(
         ),
         (qv.DFedPGP(1, 1), None, qv.Training(lr=0.1, optimizer="adam", batch_size=4)),
     ],
-    ids=["tanh", "dropout", "adam"],
+    ids=["sigmoid", "dropout", "adam"],
 )
 def test_chunks_are_not_joined_where_a_neighbour_could_change_a_bit(
     method: qv.Method, task: qv.Task | None, training: qv.Training

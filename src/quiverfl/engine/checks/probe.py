@@ -130,7 +130,7 @@ class ModelProbe:
     def is_exact(self) -> bool:
         """Whether a number is computed the same wherever it lies in a tensor of many clients.
 
-        PyTorch computes functions such as tanh one way in full vectors and another in what is left.
+        PyTorch computes a sigmoid one way in full vectors and another way in what is left.
         """
         self._program.module.train()
         with torch.no_grad(), _Operations() as operations:
