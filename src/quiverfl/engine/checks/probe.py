@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _functorch
-from torch.utils import _python_dispatch
 
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.local.examples import Batch, Examples
@@ -133,41 +132,41 @@ class ModelProbe:
         PyTorch computes a sigmoid one way in full vectors and another way in what is left.
         """
         self._program.module.train()
-        with torch.no_grad(), _Operations() as operations:
-            outputs = self._program.outputs(self._program.named(self._point), self._x)
-            self._task.loss(outputs, self._y)
-        return bool(operations.names.issubset(EXACT))
+        named = self._program.named(self._point)
+        named = {name: leaf.detach().requires_grad_() for name, leaf in named.items()}
+        x = tree_map(_differentiable, self._x)
+        loss = self._task.loss(self._program.outputs(named, x), self._y)
+        return _operations_of(loss).issubset(EXACT)
 
     def _key(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self._point.shared.device)
 
 
 EXACT = {
-    *("add", "sub", "mul", "div", "neg", "abs", "relu", "leaky_relu"),
-    *("mm", "addmm", "bmm", "baddbmm", "embedding", "sum", "mean"),
-    *("_log_softmax", "native_layer_norm", "nll_loss_forward", "mse_loss"),
-    *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "squeeze"),
-    *("unsqueeze", "select", "slice", "cat", "clone", "detach", "alias", "_to_copy"),
-    *("zeros", "ones", "empty"),
+    *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Relu", "LeakyRelu", "Sum", "Mean"),
+    *("Addmm", "Mm", "Bmm", "Baddbmm", "Embedding", "NativeLayerNorm"),
+    *("LogSoftmax", "NllLoss", "MseLoss", "AccumulateGrad"),
+    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Squeeze"),
+    *("Unsqueeze", "Select", "Slice", "Cat", "Clone", "Alias", "ToCopy"),
 }
-"""Operations that compute rows, or numbers, by themselves."""
+"""Operations that compute rows, or numbers, by themselves; as autograd names them."""
 
 
-_DispatchMode: Any = _python_dispatch.TorchDispatchMode
+def _differentiable(leaf: Tensor) -> Tensor:
+    return leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf
 
 
-class _Operations(_DispatchMode):  # type: ignore[misc]
-    """Notes what is computed while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.names.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
+def _operations_of(result: Tensor) -> set[str]:
+    """The names of the operations that a tensor was computed by."""
+    waiting: list[Any] = [result.grad_fn]
+    seen, names = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        names.add(type(node).__name__.partition("Backward")[0])
+        inputs = {inner for inner, _ in getattr(node, "next_functions", ())} - seen - {None}
+        seen |= inputs
+        waiting += inputs
+    return names
 
 
 def executor_for(name: str, task: Task, device: torch.device, probe: ModelProbe | None) -> Executor:
