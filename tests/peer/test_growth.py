@@ -20,9 +20,9 @@ from quiverfl.peer.accounts.store import Store
 from quiverfl.peer.changes import check_joins
 from quiverfl.peer.link import wire
 from quiverfl.peer.link.identity import ROSTER, Member, Roster, issue_certificate
+from quiverfl.peer.link.joining import join_store
 from quiverfl.peer.link.wire import Amendment, Terms
 from quiverfl.peer.node import Node
-from quiverfl.peer.setup import join_store
 
 from .swarm import Options, Quadratic, build, free_ports, make_folders
 from .test_commands import prepare, quiver, start

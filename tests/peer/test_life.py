@@ -24,10 +24,11 @@ from quiverfl.peer.context import Agreement
 from quiverfl.peer.folder import make_swarm
 from quiverfl.peer.link import identity
 from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.joining import join_store
 from quiverfl.peer.link.link import RestoredBackup, Unreachable, open_channel
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.node import Node
-from quiverfl.peer.setup import assemble, join_store
+from quiverfl.peer.setup import assemble
 
 from .swarm import Options, Quadratic, build, make_folders
 from .test_refusals import address

@@ -17,8 +17,8 @@ from quiverfl.peer.accounts.transactions import evict_offline
 from quiverfl.peer.changes import MAX_STATEMENTS, open_eviction_log
 from quiverfl.peer.context import Agreement
 from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.joining import join_store
 from quiverfl.peer.link.wire import EvictionNotice, Order
-from quiverfl.peer.setup import join_store
 
 from .swarm import Quadratic, build, make_folders
 from .test_life import ENDLESS, finish, until
