@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 import quiverfl as qv
+from quiverfl.errors import Stopped
+from quiverfl.runs.config import parse_config
+from quiverfl.runs.experiment import run_in_folder
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +44,31 @@ def test_mlflow_keeps_every_round_in_a_store_of_files(
     means = found.history.query("stage == 'mixed'").groupby("round")["accuracy"].mean()
     assert [point.step for point in history] == [1, 2, 3]
     assert [point.value for point in history] == pytest.approx(means.tolist())
+
+
+def test_mlflow_by_configuration_goes_on_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'quiverfl[mlflow]'")
+    from mlflow.tracking import MlflowClient
+
+    store = (tmp_path / "mlruns").as_uri()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    options = {"train": 60, "test": 30, "shape": [3], "classes": 2}
+    data = {"name": "synthetic", "clients": 3, "partition": "iid", "options": options}
+    settings = {"rounds": 4, "threads": 1}
+    config = parse_config({"data": data, "run": settings, "track": {"mlflow": "digits"}})
+    asked = iter([False, False, True])
+    with pytest.raises(Stopped):
+        run_in_folder(config, tmp_path / "run", stop=lambda: next(asked))
+    run_in_folder(config, tmp_path / "run")
+    client = MlflowClient(tracking_uri=store)
+    (kept,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    history = client.get_metric_history(kept.info.run_id, "accuracy/mixed")
+    assert [point.step for point in history] == [1, 2, 3, 4]
+    assert kept.info.status == "FINISHED"
+    assert kept.data.params["run.rounds"] == "4"
 
 
 def test_wandb_keeps_every_round_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,14 @@ def test_called_again_it_resumes_and_compares(done: tuple[Path, qv.SweepResult])
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")} == before
     assert set(again.cells["cell"]) <= set(first.cells["cell"])
     assert len(first.frame) == 4
+    table = first.table(folder / "t.csv")
+    assert [column.title for column in table.columns] == ["method", *["lr 0.05", "lr 0.1"] * 2]
+    assert [row[0].text for row in table.rows] == ["Local", "DFedPGP"]
+    run = first.runs[first.cells["cell"][3]]  # dfedpgp, the second rate
+    last = run.history.query("round == 1 and stage == 'mixed'")["accuracy"].mean()
+    assert table.rows[1][4].value == pytest.approx(last)
+    assert (folder / "t.csv").read_text().startswith("method,stage local: lr 0.05")
+    assert len(first.plot(kind="bars").axes) == 2
     assert first.report(folder / "page.html").exists()
 
 

@@ -316,7 +316,8 @@ def make_trackers(config: Config, folder: Path) -> list[Callback]:
         options = {"id": number, "resume": "allow", "name": name, "dir": str(folder)}
         trackers.append(WandB(track.wandb, config=config.model_dump(mode="json"), **options))
     if track.mlflow is not None:
-        settings = flatten_settings(config.model_dump(mode="json", exclude_defaults=True))
+        written = config.model_dump(mode="json", exclude_defaults=True, exclude={"track"})
+        settings = flatten_settings(written)
         params = {key: str(value) for key, value in settings.items() if value is not None}
         trackers.append(MLflow.continued(track.mlflow, folder / "mlflow-run", **params))
     return trackers
