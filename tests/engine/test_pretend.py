@@ -19,6 +19,7 @@ from torch import nn
 
 import quiverfl as qv
 from pretend import DEVICE, OnDevice, Seen, pretended
+from quiverfl.cli.setup import _law
 from quiverfl.data.augmentation import CropFlip, Normalize
 from quiverfl.engine.checkpoint import Checkpoint
 from quiverfl.engine.history import History
@@ -371,3 +372,21 @@ def test_float64_is_refused_where_the_device_has_none() -> None:
         qv.RunSettings(device="mps", dtype=torch.float64)
     assert qv.RunSettings(device="mps").states == "host"
     assert qv.RunSettings(device="cpu").states == "device"
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is one")
+def test_a_gpu_of_apple_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(qv.QuiverError) as caught:
+        qv.RunSettings(device="mps").check_device()
+    assert str(caught.value) == (
+        "device 'mps' cannot be used: torch finds no GPU of Apple's here. Use 'cpu', or install a "
+        "torch build for your GPU (README)."
+    )
+
+
+def test_the_doctor_tries_float32_where_there_is_no_float64() -> None:
+    """`quiver doctor --device mps`, on the pretended device."""
+    with without_float64(), pretended():
+        found = list(_law("dispfl", "mlp", qv.DisPFL(), "pretend"))
+    assert [finding.verdict for finding in found] == ["ok", "ok"]
+    assert all(finding.expected == "≤ 1e-03" for finding in found)

@@ -189,7 +189,9 @@ class RunSettings:
         try:
             torch.zeros(1, device=self.device)
         except (RuntimeError, AssertionError, TypeError) as error:
-            first = str(error).splitlines()[0]
+            first = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+            if str(self.device).startswith("mps"):
+                first = "torch finds no GPU of Apple's here"
             raise QuiverError(
                 f"device {str(self.device)!r} cannot be used: {first}. Use 'cpu', or install a "
                 "torch build for your GPU (README)."
