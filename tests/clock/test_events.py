@@ -223,6 +223,8 @@ def refused() -> Iterator[tuple[dict[str, Any], str]]:
     yield nobody | {"adversary": {"name": "sign_flip"}}, "[adversary]"
     yield nobody | {"privacy": {"name": "update"}}, "[privacy]"
     yield pairs | {"topology": {"name": "random_regular", "neighbors": 2}}, "no graph would be used"
+    unseen = {"data": {**SIZED["data"], "unseen": 2}}
+    yield nobody | unseen, "are tested in rounds"
     yield nobody | {"run": {"rounds": 7}}, "leave run.rounds out"
     yield {"clock": {"waits": "nobody"}}, "without clock.until"
     yield {"devices": {"spread": 10.0}}, "[devices] without clock.waits"

@@ -87,6 +87,11 @@ class Simulation:
         )
         if self.timing is not None:
             check_timing(self.timing, self.task, self.method, self.topology, self.transforms)
+            if self.timing.clock.asynchronous and self.data.unseen is not None:
+                raise QuiverError(
+                    f'clock.waits = "{self.timing.clock.waits}" with data.unseen: clients that '
+                    "nobody has seen are tested in rounds; leave one of them out."
+                )
         if self.data.unseen is not None:
             fits = (self.task, self.data, self.method, self.transforms, self.settings)
             check_unseen(self.data.unseen, *fits)
