@@ -101,7 +101,7 @@ def test_batches_and_evaluations_change_no_bit(waits: str, executor: str) -> Non
     simulation = made(waits, executor)
     (first, one), *others = [
         play(simulation, cuts, together)
-        for cuts, together in (([8.0], False), ([8.0], True), ([1.7, 4.0, 6.1, 8.0], True))
+        for cuts, together in (([4.0], False), ([4.0], True), ([1.7, 3.1, 4.0], True))
     ]
     assert set(one.widths) == {1}
     for shard, player in others:

@@ -16,6 +16,7 @@ from quiverfl.peer.replay import replay
 from .test_simulation import run_processes
 
 
+@pytest.mark.slow
 def test_async_peers_are_replayed_to_the_bit(tmp_path: Path) -> None:
     folders = make_swarm(tmp_path, 3, 6, mode="async")
     run_processes(folders, 120)
