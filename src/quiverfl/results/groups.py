@@ -219,12 +219,15 @@ def _join_rounds(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _join_counts(known: Sequence[Counts | None]) -> Counts | None:
-    """A peer knows how the run's data set is shared out, or its own rows alone."""
+    """A peer knows how the run's data set is shared out, or its own rows alone.
+
+    One that has joined later knows more rows.
+    """
     there = [counts for counts in known if counts is not None]
-    classes = max((counts.shape[1] for counts in there), default=0)
     if not there:
         return None
-    wide = [np.pad(counts, ((0, 0), (0, classes - counts.shape[1]))) for counts in there]
+    rows, columns = np.max([counts.shape for counts in there], axis=0)
+    wide = [np.pad(c, ((0, rows - c.shape[0]), (0, columns - c.shape[1]))) for c in there]
     largest: Counts = np.maximum.reduce(wide)
     return largest
 
