@@ -55,7 +55,7 @@ def data(context: typer.Context, root: Root = None, as_json: AsJson = False) -> 
         context.obj = root
         return
     top = data_root(root)
-    rows = [_described(name, top) for name in SOURCES]
+    rows = [_describe_source(name, top) for name in SOURCES]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -161,7 +161,7 @@ def show(
         print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _described(name: str, root: Path) -> dict[str, str]:
+def _describe_source(name: str, root: Path) -> dict[str, str]:
     source = SOURCES[name]
     row = {"name": name, "about": source.about, "origin": source.origin}
     if source.origin == "embedded":
@@ -241,7 +241,7 @@ def _print_partition(shares: Partition, dataset: Dataset, title: str, inputs: st
         own = counts[client]
         sizes = f"{own.sum():>6}{shares.test_counts[client].sum():>6}{(own > 0).sum():>8}"
         name = f"  {shares.names[client]}" if shares.names else ""
-        bar = f"|{_shaded(own)}|"
+        bar = f"|{_shade_classes(own)}|"
         print(f"{client:>6}{sizes}  {bar:<{width}}{name}".rstrip())
     if shares.clients > SHOWN_CLIENTS:
         print(f"… and {shares.clients - SHOWN_CLIENTS} more; --json or --picture show all.")
@@ -272,7 +272,7 @@ def _all_whole(x: Inputs) -> bool:
     return all((piece == np.trunc(piece)).all() for piece in iterate_pieces(x))
 
 
-def _shaded(own: Integers) -> str:
+def _shade_classes(own: Integers) -> str:
     """One letter per class, the darker the larger its share; none only where there is nothing."""
     level = np.ceil(np.sqrt(own / own.sum()) * (len(SHADES) - 1)).astype(int)
     return "".join(SHADES[i] * 2 for i in level)

@@ -325,10 +325,10 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letters = error.object[error.start : error.end]
-    return "".join(PLAIN.get(letter) or _nearest(letter) for letter in letters), error.end
+    return "".join(PLAIN.get(letter) or _replace_letter(letter) for letter in letters), error.end
 
 
-def _nearest(letter: str) -> str:
+def _replace_letter(letter: str) -> str:
     """Without its accent, or a question mark."""
     parts = unicodedata.normalize("NFKD", letter)
     return "".join(part for part in parts if part.isascii()) or "?"

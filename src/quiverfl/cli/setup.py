@@ -57,7 +57,7 @@ def doctor(
     status = Console(stderr=True, highlight=False)
     findings = []
     with status.status("examining …") as shown:
-        for finding in examined(device):
+        for finding in examine_device(device):
             findings.append(finding)
             shown.update(f"{finding.part}: {finding.what} {finding.verdict}")
     if as_json:
@@ -198,7 +198,7 @@ class Finding:
     verdict: Verdict
 
 
-def examined(device: str) -> Iterator[Finding]:
+def examine_device(device: str) -> Iterator[Finding]:
     """One finding after the other; a device that cannot be used at all is refused first."""
     RunSettings(rounds=0, device=device).check_device()
     yield from _about(device)

@@ -57,7 +57,7 @@ def topologies(
     Rows that sum to 1 suit every method. Where only columns do, a method must carry the mass by
     which it divides.
     """
-    rows = [_described(name) for name in TOPOLOGIES]
+    rows = [_describe_generator(name) for name in TOPOLOGIES]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -282,7 +282,7 @@ def _draw(topology: Topology, round: int, picture: Path) -> None:
     _draw_to(draw_first_graphs(topology, round)[-1], picture, title)
 
 
-def _described(name: str) -> dict[str, Any]:
+def _describe_generator(name: str) -> dict[str, Any]:
     """A line of the list; the matrix is looked at, not looked up."""
     factory = TOPOLOGIES[name]
     options = [option for option in inspect.signature(factory).parameters if option != "clients"]

@@ -181,7 +181,7 @@ class RoundClock:
             return own
         return Topology(own.name, own.clients, self._draw, own.options)
 
-    def stamped(self, recorder: Recorder) -> Recorder:
+    def stamp_times(self, recorder: Recorder) -> Recorder:
         return _Stamp(recorder, self)
 
     def stamp(self, record: Record) -> dict[str, Any]:

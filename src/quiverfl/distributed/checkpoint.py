@@ -61,7 +61,7 @@ class GatheredCheckpoints:
                     pass
             raise
         every = {client: values for _, own in parts for client, values in own.items()}
-        replace_file(path, own.described(digest, every))
+        replace_file(path, own.describe(digest, every))
         return path
 
     def _join_shapes(self, parts: list[Shapes]) -> Shapes:

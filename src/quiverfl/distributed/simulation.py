@@ -130,14 +130,14 @@ class RankSimulation:
         if settings.has_trial:
             measured = ranks.from_first(before)
             if measured is None or not measured.answers(settings):
-                measured = ranks.from_first(ranks.together(self._measured))
+                measured = ranks.from_first(ranks.together(self._measure))
         if device.type == "cuda":
             given = (self.task, self.data, self.method, self.training, settings)
             rooms = ranks.objects(ranks.together(lambda: choose_chunk(*given)))
             settings = replace(settings, chunk=min(rooms))
         return measured, settings
 
-    def _measured(self) -> Measurement | None:
+    def _measure(self) -> Measurement | None:
         settings, device = self.settings, torch.device(self.settings.device)
         examples = Examples(self.data.train, self.data, settings.dtype, device)
         trial = ModelProbe.of(self.task, examples, settings.dtype, device)

@@ -206,10 +206,10 @@ class Checkpoint:
         path = folder / f"round-{self.round:06d}.json"
         with open_replacement(path.with_suffix(".safetensors")) as draft:
             digest = write_tensors(self.tensors, draft)
-        replace_file(path, self.described(digest, self.local_metrics))
+        replace_file(path, self.describe(digest, self.local_metrics))
         return path
 
-    def described(self, digest: str, metrics: Mapping[int, dict[str, float]]) -> bytes:
+    def describe(self, digest: str, metrics: Mapping[int, dict[str, float]]) -> bytes:
         """What the JSON file says; the tensors' sha256 and the metrics of all kept models."""
         text: dict[str, Any] = {"round": self.round, "sha256": digest}
         text["local_metrics"] = {str(client): found for client, found in sorted(metrics.items())}

@@ -116,7 +116,7 @@ class Recorders:
         for recorder in self._recorders:
             recorder.evaluated(round, stage, kept)
         for callback in self._callbacks:
-            with _named(callback):
+            with _name_failing_callback(callback):
                 callback.evaluated(round, stage, metrics)
 
     def finished(self, record: Record) -> None:
@@ -124,14 +124,14 @@ class Recorders:
         for recorder in self._recorders:
             recorder.finished(kept)
         for callback in self._callbacks:
-            with _named(callback):
+            with _name_failing_callback(callback):
                 callback.finished(record)
 
     def enough(self) -> bool:
         """Whether a callback wants the run to end. All are asked: each may keep count."""
         answers = []
         for callback in self._callbacks:
-            with _named(callback):
+            with _name_failing_callback(callback):
                 answers.append(bool(_optional(callback, "enough")))
         return any(answers)
 
@@ -148,7 +148,7 @@ class Recorders:
                     del second
             raise
         for callback in self._callbacks:
-            with _named(callback):
+            with _name_failing_callback(callback):
                 _optional(callback, "close")
 
 
@@ -184,7 +184,7 @@ def _optional(callback: Any, name: str) -> Any:
 
 
 @contextmanager
-def _named(callback: object) -> Iterator[None]:
+def _name_failing_callback(callback: object) -> Iterator[None]:
     try:
         yield
     except QuiverError:

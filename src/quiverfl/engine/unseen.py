@@ -150,7 +150,9 @@ class UnseenClients:
             return np.full(len(self._ids), self._find_current(round))
         if self._unseen.start == "average":
             return None
-        return self._nearest() if self._unseen.start == "nearest" else self._drawn()
+        return (
+            self._find_nearest() if self._unseen.start == "nearest" else self._draw_participants()
+        )
 
     def _find_current(self, round: int) -> int:
         """A client that has the newest model of the server."""
@@ -160,13 +162,13 @@ class UnseenClients:
                 return int(online[0])
         return 0
 
-    def _drawn(self) -> Integers:
+    def _draw_participants(self) -> Integers:
         """The participant that each meets: the same one in every round."""
         seed, count = self._settings.seed, len(self._ids)
         drawn = [stream(seed, "unseen-meets", i).choice(self._participants) for i in range(count)]
         return np.array(drawn, dtype=np.int64)
 
-    def _nearest(self) -> Integers:
+    def _find_nearest(self) -> Integers:
         """The participant whose own model has the lowest loss on the client's training data."""
         found, width = [], self._context.executor.evaluated
         for row in range(len(self._ids)):

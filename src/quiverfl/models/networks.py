@@ -98,7 +98,7 @@ class TwoConvolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._compiles(x):
-            logits: Tensor = self.head(self._compiled(x))
+            logits: Tensor = self.head(self._forward_compiled(x))
             return logits
         if self._factors is not None and x.dtype == torch.uint8:
             scale, shift = (factor[: x.shape[1]].view(-1, 1, 1) for factor in self._factors)
@@ -134,7 +134,7 @@ class TwoConvolutions(nn.Module):
             return False
         return all(map(_pools_by_two, layers)) and not any(map(has_hooks, (self.body, *layers)))
 
-    def _compiled(self, x: Tensor) -> Tensor:
+    def _forward_compiled(self, x: Tensor) -> Tensor:
         outputs = features(x, self._convolutions, self._factors)
         for layer in list(self.body)[self._dense :]:
             outputs = layer(outputs)

@@ -233,7 +233,7 @@ class RunChanges:
         own = {self._ctx.name} if number < self.members(round) else set()
         return self._neighbours.staying() | own
 
-    def awaited(self, round: int) -> set[str]:
+    def list_missing_signers(self, round: int) -> set[str]:
         """Members that have not signed yet what this peer has signed for this round or before."""
         return {
             peer

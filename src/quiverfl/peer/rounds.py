@@ -77,7 +77,7 @@ async def _wait_for_agreement(node: Node) -> None:
     """
     t = node.transactions.accounts.round
     end, pause = time.monotonic() + node.settings.deadline, 0.05
-    while awaited := node.changes.awaited(t):
+    while awaited := node.changes.list_missing_signers(t):
         if node.stopping or node.leaving:
             return
         if time.monotonic() > end:
@@ -86,7 +86,7 @@ async def _wait_for_agreement(node: Node) -> None:
         node.state = "agreeing"
         await node.neighbours.tell(awaited)
         await node.neighbours.wait_for_news()
-        await node.wait_until(lambda: not node.changes.awaited(t), pause)
+        await node.wait_until(lambda: not node.changes.list_missing_signers(t), pause)
         pause = min(2 * pause, 1.0)
 
 
@@ -280,12 +280,12 @@ async def _exchange_verdicts(node: Node, up_to: int | None) -> None:
     await node.absorb(up_to, finish=False, refunds=False)
     neighbours = node.neighbours
 
-    def unanswered() -> set[str]:
+    def find_unanswered() -> set[str]:
         outbox = node.transactions.accounts.outbox
         waiting = {p for p in outbox if neighbours.senders[p].refund is None}
         return neighbours.worth_waiting_for(waiting)
 
-    neighbours.clogged |= await wait_for_peers(node, (), unanswered)
+    neighbours.clogged |= await wait_for_peers(node, (), find_unanswered)
 
 
 async def _pace(node: Node, t: int) -> None:
@@ -358,7 +358,7 @@ async def _linger(node: Node) -> None:
             ask_at = time.monotonic() + pause
             pause = max(FIRST_PAUSE, min(2 * pause, linger / 4))
         quiet = node.finished and not node.receiver.staged
-        if quiet and others <= neighbours.done and not _uninformed(node, others - informed):
+        if quiet and others <= neighbours.done and not _find_uninformed(node, others - informed):
             return
         if _measure_progress(node) != progress:
             progress, last_news = _measure_progress(node), time.monotonic()
@@ -384,7 +384,7 @@ async def _send_back_early(node: Node) -> None:
             await node.receiver.send_back(staged.transfer, reason)
 
 
-def _uninformed(node: Node, others: set[str]) -> set[str]:
+def _find_uninformed(node: Node, others: set[str]) -> set[str]:
     """The subset of `others` that may still wait to hear that this peer has finished.
 
     Where nobody listens any more, a peer has ended. A peer that was only too busy to answer would

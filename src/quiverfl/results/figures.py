@@ -128,8 +128,8 @@ def draw_clients(axes: Axes, groups: Sequence[Group], stage: str, report: Report
         color = group.style.color
         axes.barh(row, high - low, left=low, height=0.62, color=color, alpha=0.18, linewidth=0)
         axes.plot([middle, middle], [row - 0.31, row + 0.31], color=color, linewidth=2.2)
-        points = _thinned(values)
-        offsets = row + 0.46 * (_scattered(len(points)) - 0.5)
+        points = _thin_values(values)
+        offsets = row + 0.46 * (_scatter_points(len(points)) - 0.5)
         axes.scatter(points, offsets, s=13, color=color, alpha=0.75, linewidths=0)
     labels = [textwrap.fill(group.label, _WIDEST_LABEL) for group in groups]
     axes.set_yticks(range(len(groups)), labels)
@@ -304,14 +304,14 @@ def _some(points: int, turn: int, turns: int) -> tuple[int, int]:
     return (turn * step) // max(1, turns), step
 
 
-def _thinned(values: Floats) -> Floats:
+def _thin_values(values: Floats) -> Floats:
     """All values, or quantiles that stand for them where there are very many."""
     if len(values) <= MOST_POINTS:
         return values
     return np.quantile(values, np.linspace(0, 1, MOST_POINTS))
 
 
-def _scattered(count: int) -> Floats:
+def _scatter_points(count: int) -> Floats:
     """Evenly scattered over [0, 1) without chance: multiples of the golden ratio."""
     turns = (np.arange(count, dtype=np.float64) + 0.5) * 0.6180339887498949
     scattered: Floats = turns - np.floor(turns)

@@ -115,7 +115,7 @@ def draw_weights(graph: Graph, axes: Axes) -> None:
     axes.set_ylabel("receiver", color=_INK)
     axes.set_title("weights[receiver, sender]", color=_INK, fontsize="medium")
     axes.spines[:].set_color(_QUIET)
-    ticks = _numbered(graph.clients)
+    ticks = _choose_ticks(graph.clients)
     axes.set_xticks(ticks)
     axes.set_yticks(ticks)
     if axes.figure is not None:
@@ -239,13 +239,13 @@ def _draw_clients(graph: Graph, axes: Axes, places: Floats) -> None:
     rims = [_INK if active else _QUIET for active in graph.active]
     axes.add_collection(PatchCollection(dots, facecolors=faces, edgecolors=rims, zorder=4))
     inside = graph.clients <= 30
-    for client in range(graph.clients) if inside else _numbered(graph.clients):
+    for client in range(graph.clients) if inside else _choose_ticks(graph.clients):
         x, y = places[client] * (1 if inside else 1.1)
         ink = _PALE if inside and graph.active[client] else _INK
         axes.text(x, y, str(client), color=ink, fontsize=7, ha="center", va="center", zorder=5)
 
 
-def _numbered(clients: int) -> Integers:
+def _choose_ticks(clients: int) -> Integers:
     """About ten clients to be named, at round distances."""
     step = next(s for s in (1, 2, 5, 10, 20, 50) if clients <= 10 * s or s == 50)
     return np.arange(0, clients, step)

@@ -120,10 +120,10 @@ class RunResult:
     def condensed(self) -> bool:
         """Whether the history has hundredths of the clients and no client's own numbers."""
         sizes = self.train_sizes
-        return sizes is not None and len(sizes) > self._recorded == HUNDRED
+        return sizes is not None and len(sizes) > self._recorded_clients == HUNDRED
 
     @cached_property
-    def _recorded(self) -> int:
+    def _recorded_clients(self) -> int:
         """Clients, or hundredths of them, in the history."""
         taking_part = self.history[self.history["stage"].isin(STAGES)]
         return int(taking_part["client"].max()) + 1 if len(taking_part) else 0
@@ -132,8 +132,8 @@ class RunResult:
     def clients(self) -> int:
         if self.condensed and self.train_sizes is not None:
             return len(self.train_sizes)
-        if self._recorded:
-            return self._recorded
+        if self._recorded_clients:
+            return self._recorded_clients
         return int(self._section("data").get("clients") or 0)
 
     @cached_property

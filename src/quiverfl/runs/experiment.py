@@ -91,7 +91,7 @@ class Experiment(ReprCard):
         `dataset` is used in place of the one that [data] names.
         """
         if not isinstance(config, Config):
-            config = _parsed({} if config is None else config, dataset)
+            config = _parse_sections({} if config is None else config, dataset)
         method = make_method(config)
         found = load_data(config) if dataset is None else normalize_inputs(config, dataset)
         shares = partition_data(config, found)
@@ -160,7 +160,7 @@ class Experiment(ReprCard):
                 run = self.simulation.run(callbacks=told)
             else:
                 run = _run_until_interrupted(self, RunFolder(Path(folder)), told)
-        return _marked(run, self)
+        return _mark_run(run, self)
 
     def open_folder(self, folder: RunFolder) -> None:
         """Write the files of a new run of it, or check those of an earlier start."""
@@ -182,7 +182,7 @@ class Experiment(ReprCard):
         )
 
 
-def _parsed(tree: Mapping[str, Any], dataset: Dataset | None) -> Config:
+def _parse_sections(tree: Mapping[str, Any], dataset: Dataset | None) -> Config:
     if not isinstance(tree, Mapping):
         raise QuiverError(
             f"an experiment is made of a dictionary of sections, such as {{'run': {{'rounds': 5}}}}"
@@ -205,7 +205,7 @@ def _keys(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted(pairs, key=lambda pair: pair[0] != "method.name")
 
 
-def _marked(run: Run, experiment: Experiment) -> Run:
+def _mark_run(run: Run, experiment: Experiment) -> Run:
     run.made_from = experiment
     run.config = experiment.config.model_dump(mode="json")
     return run
@@ -285,7 +285,7 @@ def restore_run(folder: RunFolder, experiment: Experiment | None = None) -> Run:
     shard = simulation.shard()
     exchange = simulation.exchange(shard)
     checkpoint.apply(shard, exchange)
-    return _marked(Run(simulation, shard, exchange, checkpoint.history), experiment)
+    return _mark_run(Run(simulation, shard, exchange, checkpoint.history), experiment)
 
 
 def run_in_folder(

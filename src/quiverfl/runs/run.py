@@ -210,7 +210,7 @@ class Run(AnyRun):
         state = self._shard.state
         kinds = field_roles(type(state))
         fields = {
-            name: self._named(client, role, getattr(state, name)[row].clone())
+            name: self._name_leaves(client, role, getattr(state, name)[row].clone())
             for name, role in kinds.items()
         }
         return ClientState({"mu": torch.ones((), dtype=torch.float64), **fields})
@@ -273,7 +273,7 @@ class Run(AnyRun):
                 target.finish(self.summary, adaptation_phase(simulation.method, simulation.task))
         return target.path
 
-    def _named(self, client: int, role: Role, leaf: Tensor) -> Any:
+    def _name_leaves(self, client: int, role: Role, leaf: Tensor) -> Any:
         task = self._task.of_client(client)
         layouts = {"shared": task.shared_layout, "personal": task.personal_layout}
         return leaf if role not in layouts else layouts[role].split(leaf)

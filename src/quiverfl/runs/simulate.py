@@ -232,7 +232,7 @@ class Simulation:
                         graphs, listener = self._graphs, cast(Recorder, told)
                         if self.timing is not None:
                             clock = self._round_clock(shard, exchange, history.records)
-                            graphs, listener = clock.topology, clock.stamped(told)
+                            graphs, listener = clock.topology, clock.stamp_times(told)
                         more = (settings, start, after_round)
                         run_rounds(shard, exchange, graphs, listener, *more)
             except (CallbackFailed, Diverged, Stopped) as error:

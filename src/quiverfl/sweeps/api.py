@@ -240,7 +240,7 @@ class SweepResult(Results):
     @cached_property
     def runs(self) -> dict[str, SavedRun]:
         """The finished runs, by the names of their cells."""
-        return {cell.name: load_run(self.folder.run(cell)) for cell in self._finished()}
+        return {cell.name: load_run(self.folder.run(cell)) for cell in self._list_finished()}
 
     @property
     def failed(self) -> dict[str, str]:
@@ -258,7 +258,7 @@ class SweepResult(Results):
     def report(self, out: Path | str = "report.html", case: str | None = None) -> Path:
         return report(self._case_folders(case), out)
 
-    def _finished(self) -> list[Cell]:
+    def _list_finished(self) -> list[Cell]:
         unique = {cell.name: cell for cell in self.plan.cells}
         return [cell for cell in unique.values() if self.folder.state(cell) == "finished"]
 
@@ -274,7 +274,7 @@ class SweepResult(Results):
             for cell in {cell.name: cell for cell in self.plan.cells}.values()
             if cell.case == chosen and self.folder.state(cell) != "new"
         ]
-        if not any(cell.case == chosen for cell in self._finished()):
+        if not any(cell.case == chosen for cell in self._list_finished()):
             raise QuiverError("no cell has finished yet; result.cells says why.")
         return folders
 

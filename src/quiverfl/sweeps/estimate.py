@@ -45,12 +45,12 @@ def check_cells(cells: Sequence[Cell]) -> Reasons:
     mistakes: Reasons = {}
     absent: Reasons = {}
     shelf = DatasetCache()
-    for alike in _grouped(cells, _data_and_model):
+    for alike in _group_cells(cells, _data_and_model):
         clients = alike[0].config.data.clients
         dataset, reason = _data(alike[0].config, shelf)
         if reason:
             absent.setdefault(reason, []).extend(alike)
-        for same in _grouped(alike, _method_and_graph):
+        for same in _group_cells(alike, _method_and_graph):
             config = same[0].config
             try:
                 check_alone(config, clients)
@@ -90,7 +90,7 @@ def _data(config: Config, shelf: DatasetCache) -> tuple[Dataset | None, str]:
         return None, ""
 
 
-def _grouped(cells: Iterable[Cell], key: Callable[[Config], object]) -> list[list[Cell]]:
+def _group_cells(cells: Iterable[Cell], key: Callable[[Config], object]) -> list[list[Cell]]:
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(json.dumps(key(cell.config), default=str), []).append(cell)
@@ -182,7 +182,7 @@ def estimate_seconds(
     reasons: list[str] = []
     for done, (kind, config) in enumerate(untried.items()):
         on_trial(done, len(untried))
-        paces[kind], reason = _tried(config, data, threads)
+        paces[kind], reason = _try_cell(config, data, threads)
         reasons += [reason] if reason else []
     enough = {cell.name: cell.config.run.rounds for cell in cells} | dict(until or {})
     seconds = {
@@ -218,7 +218,7 @@ def _left(cell: Cell, pace: float | None, folder: SweepFolder, rounds: int) -> f
     return pace * max(0, rounds - done)
 
 
-def _tried(config: Config, data: DatasetCache, threads: int) -> tuple[float | None, str]:
+def _try_cell(config: Config, data: DatasetCache, threads: int) -> tuple[float | None, str]:
     """None and the reason where the trial cannot be made, whatever it is: no cell stops for it."""
     try:
         return trial(config, data.take(config), threads), ""
@@ -300,12 +300,12 @@ def memory_needed(cells: Sequence[Cell]) -> dict[str, int]:
     for cell in cells:
         kind = cost_class(cell.config)
         if kind not in found:
-            found[kind] = _needed(cell, shelf)
+            found[kind] = _predict_need(cell, shelf)
     needed = {cell.name: found[cost_class(cell.config)] for cell in cells}
     return {name: bytes_ for name, bytes_ in needed.items() if bytes_ is not None}
 
 
-def _needed(cell: Cell, shelf: DatasetCache) -> int | None:
+def _predict_need(cell: Cell, shelf: DatasetCache) -> int | None:
     try:
         dataset = shelf.take(cell.config)
         one = Experiment.of(cell.config, dataset).simulation

@@ -129,12 +129,12 @@ def plan_of(tree: Tree, path: Path, choice: Choice, scale: str | None = None) ->
             )
         if key not in KNOWN:
             raise QuiverError(f"{path}: unknown key {key!r}; {suggest(key, KNOWN)}")
-    tree = tree if scale is None else _scaled(tree, scale, path)
+    tree = tree if scale is None else _apply_scale(tree, scale, path)
     before, after = _settings(choice.values)
     base = _base(tree, path)
     blocks = _chosen(_blocks(tree, path), choice)
     cells = [
-        Cell(config.with_values(after), name, point, _contradicted(case, after))
+        Cell(config.with_values(after), name, point, _find_contradictions(case, after))
         for name, case in _cases(tree, choice, path)
         for block in blocks
         for config, point in _points(_of_case(base, name, case, path), block, before, path)
@@ -162,7 +162,7 @@ def _base(tree: Tree, path: Path) -> Tree:
     return base
 
 
-def _scaled(tree: Tree, scale: str, path: Path) -> Tree:
+def _apply_scale(tree: Tree, scale: str, path: Path) -> Tree:
     """The sweep at a scale that it has a section for."""
     sections = tree.get("scale", {})
     if not isinstance(sections, dict) or not isinstance(sections.get(scale), dict):
@@ -269,7 +269,7 @@ def _settings(texts: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[s
     return before, after
 
 
-def _contradicted(case: Tree, settings: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+def _find_contradictions(case: Tree, settings: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
     own = flatten_settings(case) | dict.fromkeys(case.get("without", ()), UNSET)
     return tuple(
         _words(key, "default" if value is UNSET else value)

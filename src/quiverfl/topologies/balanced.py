@@ -123,7 +123,7 @@ def _list_base_rounds(clients: int, base: int) -> Iterator[Graph]:
     # 1. Every block agrees on its own average. The first is the largest and takes longest.
     for step in range(len(outer[0])):
         links = [cubes[step] for cubes in outer if step < len(cubes)]
-        yield _undirected(clients, [link for group in links for link in group])
+        yield _make_undirected(clients, [link for group in links for link in group])
     if len(blocks) == 1:
         return
     # 2. One block after the other is averaged into all that are smaller; its own parts then hold
@@ -135,7 +135,7 @@ def _list_base_rounds(clients: int, base: int) -> Iterator[Graph]:
         for number, cubes in enumerate(inner):
             turn = step - number - 1
             links += [cube[turn] for cube in cubes if 0 <= turn < len(cube)]
-        yield _undirected(clients, [link for group in links for link in group])
+        yield _make_undirected(clients, [link for group in links for link in group])
 
 
 def _split_blocks(clients: int, base: int) -> list[list[Integers]]:
@@ -191,7 +191,7 @@ def _join_block(parts: list[Integers], smaller: list[Integers]) -> list[Link]:
     ]
 
 
-def _undirected(clients: int, links: list[Link]) -> Graph:
+def _make_undirected(clients: int, links: list[Link]) -> Graph:
     ends = np.array([link[:2] for link in links], dtype=np.int64).reshape(-1, 2)
     shares = np.array([link[2] for link in links])
     own = np.ones(clients)

@@ -241,7 +241,7 @@ def check_phases(method: Method, phases: Sequence[Phase], unequal_epochs: bool) 
     for phase in phases:
         if isinstance(phase, SingleStep):
             continue
-        _counted(method, phase)
+        _check_length(method, phase)
         for train in (phase,) if isinstance(phase, Train) else phase.phases:
             _kinds(method, train)
         if phase.steps is not None and phase.trains_message and unequal_epochs:
@@ -293,7 +293,7 @@ def _kinds(method: Method, phase: Train | SingleStep) -> None:
             )
 
 
-def _counted(method: Method, phase: Train | Interleaved) -> None:
+def _check_length(method: Method, phase: Train | Interleaved) -> None:
     if (phase.epochs is None) == (phase.steps is None):
         raise QuiverError(
             f"{method.title}: a {type(phase).__name__} phase needs epochs or steps, one of them."

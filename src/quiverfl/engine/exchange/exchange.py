@@ -145,7 +145,7 @@ def traffic(graph: Graph, payload: Integers) -> dict[str, Any]:
         received = count_downloads(graph) * average
         busiest = network = int(sent.sum() + received.sum())
     else:
-        received = _received(graph, payload)
+        received = _count_received(graph, payload)
         busiest, network = int((sent + received).max()), int(sent.sum())
     return {
         "sent_bytes": sent.tolist(),
@@ -155,7 +155,7 @@ def traffic(graph: Graph, payload: Integers) -> dict[str, Any]:
     }
 
 
-def _received(graph: Graph, payload: Integers) -> Integers:
+def _count_received(graph: Graph, payload: Integers) -> Integers:
     if graph.one_row:  # everybody hears the same senders, but not itself
         own = np.where(np.isin(np.arange(graph.clients), graph.senders), payload, 0)
         return int(payload[graph.senders].sum()) - own

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     second_half: Batch | None = None
     """The other samples, where a phase looks ahead on one half and steps on the other."""
 
-    def repeated(self, repeat: int, first_noise: int = 0) -> Batch:
+    def repeat_for_step(self, repeat: int, first_noise: int = 0) -> Batch:
         """The same samples for another step: models and noise draw other numbers."""
         keys = None if self.keys is None else self.keys + repeat
         noise = None if self.noise is None else self.noise.again(first_noise + repeat)

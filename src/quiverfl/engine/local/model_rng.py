@@ -25,13 +25,13 @@ SELU_FLOOR = -1.7580993408473766
 """What alpha dropout puts in place of a dropped value: SELU's limit at minus infinity."""
 
 
-def _signed(bits: int) -> int:
+def _to_signed(bits: int) -> int:
     """The same 64 bits as torch's int64 has them."""
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_FIRST, _SECOND = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ class KeyedRandomMode(TorchFunctionMode):
     def bits(self, shape: Iterable[int]) -> Tensor:
         """64 random bits per place, int64; every call is a draw of its own."""
         shape = tuple(shape)
-        place = _mix(self._key + _signed(self.count * GOLDEN))
+        place = _mix(self._key + _to_signed(self.count * GOLDEN))
         self.count += 1
         for axis, size in enumerate(shape):
-            step = _signed(pow(GOLDEN, axis + 1, 1 << 64))
+            step = _to_signed(pow(GOLDEN, axis + 1, 1 << 64))
             places = torch.arange(size, device=self._key.device) * step
             place = place + places.view(size, *(1 for _ in shape[axis + 1 :]))
         return _mix(place)
@@ -110,7 +110,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    return _masked(draws, input, tuple(input.shape), p, training, inplace)
+    return _mask_units(draws, input, tuple(input.shape), p, training, inplace)
 
 
 def _of_features(dropped: Callable[[Tensor], int]) -> Callable[..., Tensor]:
@@ -123,7 +123,7 @@ def _of_features(dropped: Callable[[Tensor], int]) -> Callable[..., Tensor]:
         training: bool = True,
         inplace: bool = False,
     ) -> Tensor:
-        return _masked(draws, input, _leading(input, dropped(input)), p, training, inplace)
+        return _mask_units(draws, input, _leading(input, dropped(input)), p, training, inplace)
 
     return dropout
 
@@ -132,7 +132,7 @@ def _leading(input: Tensor, axes: int) -> tuple[int, ...]:
     return tuple(input.shape[:axes]) + (1,) * (input.ndim - axes)
 
 
-def _masked(
+def _mask_units(
     draws: KeyedRandomMode,
     input: Tensor,
     shape: tuple[int, ...],
@@ -218,7 +218,7 @@ def _like(
     return drawn
 
 
-def _sized(
+def _draw_of_size(
     draw: Callable[[KeyedRandomMode, Iterable[int], torch.dtype], Tensor],
 ) -> Callable[..., Any]:
     def drawn(
@@ -263,8 +263,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     torch.rand_like: _like(KeyedRandomMode.uniform),
     torch.randn_like: _like(KeyedRandomMode.normal),
-    torch.rand: _sized(KeyedRandomMode.uniform),
-    torch.randn: _sized(KeyedRandomMode.normal),
+    torch.rand: _draw_of_size(KeyedRandomMode.uniform),
+    torch.randn: _draw_of_size(KeyedRandomMode.normal),
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
     Tensor.bernoulli_: _bernoulli_,

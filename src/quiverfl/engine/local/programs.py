@@ -132,7 +132,7 @@ class Program:
         if not features:
             found = self.outputs(named, x, draws)
             return ModelOutputs(found, first_leaf(found).new_empty(0))
-        with self._captured() as calls:
+        with self._capture_features() as calls:
             found = self.outputs(named, x, draws)
         if len(calls) != 1 or calls[0] is None:
             raise QuiverError(
@@ -157,7 +157,7 @@ class Program:
         return outputs if isinstance(outputs, Tensor) else to_plain_tree(outputs)
 
     @contextmanager
-    def _captured(self) -> Iterator[list[Tensor | None]]:
+    def _capture_features(self) -> Iterator[list[Tensor | None]]:
         """What the head is called with, for every call; None where that is not one tensor."""
         if self.head is None:
             raise QuiverError(

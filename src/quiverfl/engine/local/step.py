@@ -81,7 +81,7 @@ class PhaseSteps:
         """Take as many steps on this batch as the phase repeats it."""
         for repeat in range(self._phase.repeats):
             drawn_before = repeat or batch.noise is not None
-            again = batch.repeated(repeat, self._first_noise) if drawn_before else batch
+            again = batch.repeat_for_step(repeat, self._first_noise) if drawn_before else batch
             self._descend(self._find_gradient(again))
 
     def _find_gradient(self, batch: Batch) -> Tensor:
