@@ -112,6 +112,18 @@ def test_batches_and_evaluations_change_no_bit(waits: str, executor: str) -> Non
 
 
 @pytest.mark.parametrize("waits", ["nobody", "pairs"])
+def test_other_evaluation_times_change_no_record_of_the_last_one(waits: str) -> None:
+    last = []
+    for every in (0.5, 8.0):  # jobs are under way at several evaluations, or at one
+        run = made(waits, evaluate_every=every).run()
+        history = run.history[run.history["round"] == run.history["round"].max()]
+        last.append(history.drop(columns="round").reset_index(drop=True))
+    assert last[0].equals(last[1])
+    local, mixed = (last[0][last[0]["stage"] == stage]["loss"] for stage in ("local", "mixed"))
+    assert (local.to_numpy() != mixed.to_numpy()).any()
+
+
+@pytest.mark.parametrize("waits", ["nobody", "pairs"])
 def test_resumed_equals_uninterrupted(waits: str, tmp_path: Path) -> None:
     simulation = made(waits, evaluate_every=2.0)
     taken: list[Any] = []

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 import quiverfl as qv
 from quiverfl.clock.devices import MICROSECONDS, Devices, Trace
 from quiverfl.clock.rounds import Kind, RoundTimer, choose_kind, list_links, time_rounds
+from quiverfl.clock.run import time_records
 from quiverfl.errors import QuiverError
+from quiverfl.results.summary import condense_record
 from quiverfl.topologies import Topology, random_push, random_regular, star
 from quiverfl.topologies.topology import build_graph
 
@@ -132,7 +134,7 @@ def test_rounds_leave_out_who_is_away_and_what_is_late() -> None:
     late = RoundTimer(Devices(np.array([9.0, 2.0, 1.0]), 100.0, 200.0), "push", deadline=3.0)
     times = late.advance(chain(), one, 100 * one)
     np.testing.assert_array_equal(times.graph.weights, [[1, 0, 0], [0, 0.5, 0], [0, 0.5, 1]])
-    assert seconds(times.mixed) == [9, 2, 3]
+    assert seconds(times.mixed) == [9, 5, 3]  # 1 waits for 0, in vain, until its deadline
 
 
 def test_a_trace_that_ends_too_early_is_refused_before_anything_is_computed() -> None:
@@ -186,6 +188,26 @@ def test_a_run_and_its_folder_are_retimed_alike_and_learn_nothing_new(tmp_path: 
         qv.retime(live, Devices.drawn(7))
     with pytest.raises(QuiverError, match='for "graph" or "all"'):
         qv.retime(live, devices, waits="nobody")
+
+
+def test_a_round_without_each_clients_steps_and_bytes_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experiment, devices = qv.Experiment.of(TINY), Devices.drawn(6, step=0.5, spread=10)
+    records = [condense_record(r, 5) for r in experiment.run()._history.records]
+    with pytest.raises(QuiverError, match='cannot be told: set run.history = "clients"'):
+        time_records(records, experiment.topology, devices, "graph")
+    tree: dict[str, Any] = {**TINY, "clock": {"waits": "graph"}, "devices": {"spread": 10.0}}
+    tree["run"] = {**TINY["run"], "history": "hundredths"}
+    with pytest.raises(QuiverError, match='"hundredths" with a clock of rounds'):
+        qv.Experiment.of(tree).run()
+    # A crowd's are all recorded, so that a resumed run has the same seconds.
+    monkeypatch.setattr("quiverfl.runs.simulate.CROWD", 5)
+    tree["run"] = {**TINY["run"], "checkpoint_every": 1}
+    experiment, taken = qv.Experiment.of(tree), list[Any]()
+    whole = experiment.simulation.run(checkpoint=lambda one: taken.append(one.copy()))
+    rest = experiment.simulation.run(resume=taken[0])
+    assert rest.rounds["clock"].equals(whole.rounds["clock"])
 
 
 def test_the_report_takes_a_file_of_devices(tmp_path: Path) -> None:

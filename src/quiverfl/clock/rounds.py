@@ -134,13 +134,14 @@ class RoundTimer:
                 ],
                 dtype=np.int64,
             )
+        mixed = trained.copy()
         if self._deadline is not None:
             end = trained[receivers] + self._deadline
             graph, kept = self._drop(graph, receivers, senders, arrived > end)
+            np.maximum.at(mixed, receivers[~kept], end[~kept])  # it waits for what is late
             receivers, senders, left = receivers[kept], senders[kept], left[kept]
             arrived, size = arrived[kept], size[kept]
         np.maximum.at(self._up_free, senders, left)
-        mixed = trained.copy()
         np.maximum.at(mixed, receivers, arrived)
         if self._kind == "undirected":
             np.maximum.at(mixed, senders, arrived)

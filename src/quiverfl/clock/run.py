@@ -93,9 +93,11 @@ def run_events(
         clock = Clock()
         jobs = player.train_until(times[k])
         clock.lap("train_seconds")
-        if k == len(times) - 1 and settings.keep_local:
-            shard.keep_local_models(np.ones(len(shard.ids), dtype=bool))
-        recorder.evaluated(k, "local", shard.evaluate(k, "mixed"))
+        if k < len(times) - 1 or settings.keep_local:
+            # Not of those who have taken something since they trained: it was kept before.
+            kept = list(shard.local.points)
+            shard.keep_local_models(~np.isin(np.arange(len(shard.ids)), kept))
+        recorder.evaluated(k, "local", shard.evaluate(k, "local"))
         clock.lap("evaluate_seconds")
         player.merge_running(times[k])
         clock.lap("mix_seconds")
@@ -223,6 +225,11 @@ class _Stamp:
 
 def advance_by_record(timer: RoundTimer, record: Record, graph: Graph) -> RoundTimes:
     """The times of a round from what was recorded of it."""
+    if not isinstance(record["steps"], list):
+        raise QuiverError(
+            f"round {record['round']} has no record of each client's steps and bytes, so its times "
+            'cannot be told: set run.history = "clients".'
+        )
     sent, uploads = np.asarray(record["sent_bytes"], dtype=np.int64), count_uploads(graph)
     payload = np.where(uploads > 0, sent // np.maximum(uploads, 1), 0)
     return timer.advance(graph, np.asarray(record["steps"], dtype=np.int64), payload)

@@ -80,6 +80,11 @@ class Simulation:
                 'run.history = "hundredths" with an adversary: results of attackers stand apart, '
                 'which takes every client\'s numbers; set run.history = "clients".'
             )
+        if self.settings.history == "hundredths" and self._times_rounds:
+            raise QuiverError(
+                'run.history = "hundredths" with a clock of rounds: their seconds go by every '
+                'client\'s steps and bytes; set run.history = "clients".'
+            )
         if self.settings.arithmetic == "peers":
             choose_message_split(self.method, self.topology, self.settings.rounds)
         check_transforms(
@@ -148,9 +153,14 @@ class Simulation:
         if self.settings.history == "hundredths":
             return HUNDRED
         # What attackers reach stands apart from all others' numbers, so every client's is kept.
+        # A clock that goes on with rounds after a stop reads each client's steps and bytes.
         attacked = self.transforms.adversary is not None
         crowd = self.settings.history == "auto" and self.topology.clients > CROWD
-        return CROWD if crowd and not attacked else None
+        return CROWD if crowd and not (attacked or self._times_rounds) else None
+
+    @property
+    def _times_rounds(self) -> bool:
+        return self.timing is not None and not self.timing.clock.asynchronous
 
     def exchange(self, shard: Shard) -> Exchange | Player:
         """What carries messages; without waiting, what carries out the schedule."""
