@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -119,6 +120,25 @@ def test_a_file_that_has_not_changed_is_not_read_again(runs: Path) -> None:
     assert finder.version() != version
     changed = {b.name for a, b in zip(before, finder.read(), strict=True) if a.run is not b.run}
     assert changed == {"under/b"}
+
+
+def test_a_folder_that_goes_while_it_is_watched_ends_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody removes one between two looks; here in the middle of one, and then all of them."""
+    finder, listed = RunFinder(runs), Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if folder == runs / "under":
+            shutil.rmtree(folder)
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert [one.name for one in finder.read()] == ["a", "c", "d", "cells/osgp-x0.3-seed1"]
+    version = finder.version()
+    shutil.rmtree(runs)
+    assert finder.version() != version
+    assert finder.read() == []
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.audit import AuditReport, audit
 from quiverfl.peer.accounts.disk import read_statement
-from quiverfl.peer.accounts.ledger import UNIT
+from quiverfl.peer.accounts.ledger import UNIT, Statement
 from quiverfl.peer.accounts.store import Store
-from quiverfl.peer.changes import check_joins
+from quiverfl.peer.accounts.transactions import make_first_entry
+from quiverfl.peer.changes import check_joins, granted_terms
 from quiverfl.peer.link import wire
-from quiverfl.peer.link.identity import ROSTER, Member, Roster, issue_certificate
+from quiverfl.peer.link.identity import ROSTER, Identity, Member, Roster, issue_certificate
 from quiverfl.peer.link.joining import join_store
 from quiverfl.peer.link.wire import Amendment, Terms
 from quiverfl.peer.node import Node
@@ -153,6 +154,91 @@ def test_the_running_peers_come_back_with_what_was_agreed(tmp_path: Path) -> Non
             node.store.close()
 
     asyncio.run(scenario())
+
+
+def test_members_may_join_in_the_same_round_by_two_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph has a place for both, and nobody waits for signatures of those that joined."""
+    folders = make_folders(tmp_path, 3)
+
+    async def scenario() -> None:
+        nodes = [build(folder, ENDLESS) for folder in folders]
+        tasks = [asyncio.create_task(node.run()) for node in nodes]
+        await until(lambda: all(node.transactions.accounts.round > 2 for node in nodes))
+        since = max(node.transactions.accounts.round for node in nodes) + 40
+        for number in (3, 4):
+            grow_roster(folders, f"peer-{number}")
+            for node in nodes:
+                await node.propose(Terms(since=since, joins=(f"peer-{number}",)))
+            members = number + 1
+            await until(lambda m=members: all(n.changes.members(since) == m for n in nodes))  # type: ignore[misc]
+            await until(lambda m=members: all(n.graph(since).clients == m for n in nodes))  # type: ignore[misc]
+        await until(lambda: all(node.transactions.accounts.round > since for node in nodes), 90)
+        await finish(*nodes, tasks=tasks)
+
+    asyncio.run(scenario())
+    assert "not agreed in time" not in caplog.messages
+
+
+def test_nothing_is_taken_of_a_member_that_has_not_joined(tmp_path: Path) -> None:
+    """It is in the roster, and has opened an account of its own accord."""
+    folders = make_folders(tmp_path, 3)
+
+    async def scenario() -> None:
+        nodes = [build(folder, ENDLESS) for folder in folders]
+        tasks = [asyncio.create_task(node.run()) for node in nodes]
+        await until(lambda: all(node.transactions.accounts.round > 2 for node in nodes))
+        alone = replace(ENDLESS, settings={"founders": 4, "trust_store": True})
+        early = build(grow_roster(folders, "peer-3"), alone)
+        tasks.append(asyncio.create_task(early.run()))
+        problem = "not all have agreed yet that it joins"
+        await until(lambda: any(problem in p for p in early._problems().values()))
+        assert [node.transactions.accounts.link("peer-3").taken for node in nodes] == [0] * 3
+        await finish(*nodes, early, tasks=tasks)
+
+    asyncio.run(scenario())
+    audited(folders)
+
+
+def test_a_newcomer_finds_changes_that_others_agreed_on_before_they_were_many(
+    tmp_path: Path,
+) -> None:
+    """Two founders let two join; those have not signed that, and all four let a fifth join."""
+    folders = make_folders(tmp_path, 2)
+    for number in (2, 3, 4):
+        folders.append(grow_roster(folders, f"peer-{number}"))
+    roster = Roster.read(folders[0] / ROSTER)
+    papers, agreement = [Identity.read(folder) for folder in folders], "a" * 64
+
+    def sign(terms: Terms, *numbers: int) -> list[Amendment]:
+        signed = [Amendment(by=f"peer-{number}", terms=terms) for number in numbers]
+        return [
+            signing.sign_statement(papers[number], agreement, one)
+            for number, one in zip(numbers, signed, strict=True)
+        ]
+
+    longer, pair = Terms(since=5, rounds=99), Terms(since=10, joins=("peer-2", "peer-3"))
+    fifth, alone = Terms(since=20, joins=("peer-4",)), Terms(since=15, joins=("peer-1",))
+    told = [*sign(longer, 0, 1), *sign(pair, 0, 1), *sign(fifth, 0, 1, 2, 3), *sign(alone, 0)]
+    assert granted_terms(told, "peer-4", agreement, roster, 2) == [longer, pair, fifth]
+    with pytest.raises(QuiverError, match="have not agreed yet"):
+        granted_terms([*sign(pair, 0, 1), *sign(fifth, 0, 1)], "peer-4", agreement, roster, 2)
+
+
+def test_the_audit_knows_a_grant_that_those_who_left_have_not_heard_of() -> None:
+    """Three have left before; two others, and the newcomer itself, know what it brings."""
+    grant = UNIT // 2
+
+    def book(name: str, units: int, **known: Any) -> Statement:
+        entry = make_first_entry("join" if units == grant else "start", {}, units=units)
+        return Statement(name, units, 0, [entry], [], [], 0.0, **known)
+
+    grants = {"f": grant}
+    left = [replace(book(name, UNIT), units=0) for name in "abc"]
+    stayed = [book(name, UNIT, grants=grants) for name in "de"]
+    report = audit([*left, *stayed, book("f", grant, grants=grants)])
+    assert "f" not in report.culprits, report.problems
 
 
 def test_only_the_next_of_the_roster_can_join() -> None:

@@ -150,15 +150,23 @@ def check_joins(terms: Terms, decided: list[Terms], names: list[str], founders: 
 def granted_terms(
     amendments: Iterable[Amendment], name: str, agreement: str, roster: Roster, founders: int
 ) -> list[Terms]:
-    """The changes that a newcomer finds agreed: most of the members before it have signed them.
+    """The changes that a newcomer finds agreed: most of the members of their time have signed them.
 
-    It cannot know who has left since, so it asks for no more.
+    It cannot know who has left since, so it asks for no more. Whoever joined after a change has not
+    signed it.
     """
     log = open_amendment_log(agreement)
     for amendment in amendments:
         log.add(amendment, roster)
-    before = set(roster.names[: max(founders, roster.number(name))])
-    agreed = sorted(t for t, by in log.votes().items() if 2 * len(by & before) > len(before))
+    names, last = roster.names, max(founders, roster.number(name))
+
+    def is_agreed(terms: Terms, signers: set[str]) -> bool:
+        sizes = list(range(founders, last + 1))  # that the run may have had then
+        if terms.joins and terms.joins[0] in names:
+            sizes = [max(founders, names.index(terms.joins[0]))]
+        return any(2 * len(signers & set(names[:size])) > size for size in sizes)
+
+    agreed = sorted(terms for terms, by in log.votes().items() if is_agreed(terms, by))
     if not any(name in terms.joins for terms in agreed):
         raise QuiverError(
             f"the others have not agreed yet that {name!r} joins: each runs quiver peer amend "
@@ -217,15 +225,20 @@ class RunChanges:
         return sorted({terms.since for terms in self._terms if terms.joins})
 
     def opening(self, peer: str) -> int:
-        """The units of mass that a member has begun with."""
+        """The units of mass that a member has begun with; 0 until all agree that it joins."""
         grants = [terms.grant for terms in self._terms if peer in terms.joins]
-        return grants[0] if grants else UNIT
+        if grants:
+            return grants[0]
+        return UNIT if self._ctx.roster.current.number(peer) < self._founders else 0
 
     def _missing(self) -> dict[Terms, set[str]]:
-        """All proposed terms in order, and the members that have not signed them."""
+        """Terms that are not agreed yet, in order, and the members that have not signed them.
+
+        Members that join later never sign what was agreed before.
+        """
         members = self._members()
         votes = self._neighbours.amendments.votes()
-        return {terms: members - signers for terms, signers in votes.items()}
+        return {t: members - signers for t, signers in votes.items() if t not in self._terms}
 
     def _members(self) -> set[str]:
         round = self._ctx.transactions.accounts.round
@@ -275,6 +288,6 @@ class RunChanges:
         """Say for `status` what was changed, and whose signatures are missing for what."""
         lines = [f"{terms} (agreed)" for terms in self._terms]
         for terms, missing in self._missing().items():
-            if missing and terms not in self._terms:
+            if missing:
                 lines.append(f"{terms} (not yet by {', '.join(sorted(missing))})")
         return lines

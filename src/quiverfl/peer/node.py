@@ -266,8 +266,8 @@ class Node:
             self._tasks.append(self._start(self.neighbours.add(peer).run()))
         self.names = names
         for since in self.changes.growth():
-            if since not in self._topologies and self._grow is not None:
-                members = self.changes.members(since)
+            members, known = self.changes.members(since), self._topologies.get(since)
+            if self._grow is not None and (known is None or known.clients != members):
                 self._topologies[since] = self._grow(members)
                 self._mutual |= mutual_neighbours(self._topologies[since], names, self.number)
                 self.log("members", round=since, members=members)

@@ -277,7 +277,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise QuiverError(f"{path} is damaged and cannot be read: {problem}.") from problem
     if not isinstance(content, dict):
         raise QuiverError(f"{path} is damaged: it should hold a JSON object.")

@@ -161,9 +161,14 @@ def find_damage(statement: Statement, is_genuine: SignatureCheck | None, newest:
 
 
 def _find_grant(statement: Statement, witnesses: Iterable[Statement]) -> int:
-    """The mass that a member brings: 1, or what most records say the others have granted it."""
-    told = Counter(one.grants.get(statement.name, UNIT) for one in witnesses)
-    return told.most_common(1)[0][0]
+    """The mass that a member brings: 1, or what most records say the others have granted it.
+
+    A peer that has left, and holds nothing, need not have heard of it.
+    """
+    name = statement.name
+    heard = [one for one in witnesses if one.units or name in one.grants]
+    told = Counter(one.grants.get(name, UNIT) for one in heard)
+    return told.most_common(1)[0][0] if told else UNIT
 
 
 def _check_records(statement: Statement, report: AuditReport, grant: int) -> None:

@@ -65,10 +65,12 @@ class Receiver:
         """With `copies` neighbours send whole messages without mass, in place of shares.
 
         `heard` is called with every neighbour whose announcement is genuine, `arrived` with the
-        round of every share that is staged. `opening` says with how much mass a member began.
+        round of every share that is staged. `opening` says with how much mass a member began; of
+        one that has not joined yet, with 0, nothing is taken.
         """
         self._ctx, self._copies, self._heard, self._arrived = ctx, copies, heard, arrived
         self._last_units: dict[str, int] = {}
+        self._opening = opening
         limits = ctx.limits
         self._proofs = MassProofs(ctx.agreement.hash, ctx.name, ctx.store.proofs(), opening)
         self._admission = AdmissionQueue(limits.bodies, limits)
@@ -147,6 +149,8 @@ class Receiver:
         if self._copies != (a.units == 0):
             kind = "copies without mass" if self._copies else "shares with a mass"
             return Reply(word="denied", reason=f"mass: by the run's graph there are {kind} only")
+        if not self._opening(sender):
+            return Reply(word="retry", reason="member: not all have agreed yet that it joins")
         if not link.incarnation:
             return Reply(word="retry", reason="stranger: say hello first")
         if a.incarnation != link.incarnation:

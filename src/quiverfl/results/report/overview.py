@@ -166,7 +166,11 @@ def _list_runs(folder: Path) -> Iterator[Path]:
     if is_run(folder) and _is_ours(folder):
         yield folder
         return
-    for child in folder.iterdir():
+    try:
+        children = list(folder.iterdir())
+    except OSError:  # removed in the meantime, or somebody else's
+        return
+    for child in children:
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
             yield from _list_runs(child)
 
