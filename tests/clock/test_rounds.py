@@ -210,6 +210,17 @@ def test_a_round_without_each_clients_steps_and_bytes_is_not_timed(
     assert rest.rounds["clock"].equals(whole.rounds["clock"])
 
 
+@pytest.mark.parametrize("clock", [{"away": "skip"}, {"deadline": 5.0}], ids=["skip", "deadline"])
+def test_a_run_whose_graphs_its_devices_made_is_not_retimed(
+    clock: dict[str, Any], tmp_path: Path
+) -> None:
+    tree = {**TINY, "clock": {"waits": "graph", **clock}}
+    run = qv.Experiment.of(tree).run(tmp_path / "run")
+    for one in (run, tmp_path / "run"):
+        with pytest.raises(QuiverError, match="on others it would be another run"):
+            qv.retime(one, Devices.drawn(6))
+
+
 def test_the_report_takes_a_file_of_devices(tmp_path: Path) -> None:
     from quiverfl.cli.main import app
 

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from quiverfl.clock.devices import Devices
 from quiverfl.clock.rounds import RoundTimes
 from quiverfl.clock.run import Record, time_records
-from quiverfl.clock.settings import DeviceSettings, NetworkSettings, make_devices
+from quiverfl.clock.settings import (
+    ClockSettings,
+    DeviceSettings,
+    NetworkSettings,
+    make_devices,
+)
 from quiverfl.errors import QuiverError
 from quiverfl.results.run_files import RunResult, read_lines
 from quiverfl.results.summary import rounds_frame, summarize_attacked
@@ -76,6 +81,8 @@ def retime(run: Run | SavedRun | Path | str, devices: Devices, waits: str = "gra
         records: list[Record] = list(read_lines(run.path / "rounds.jsonl"))
     elif isinstance(run, Run):
         topology, records = run.simulation.topology, list(run._history.records)
+        if run.simulation.timing is not None:
+            _check_clock(run.simulation.timing.clock)
     else:
         raise QuiverError(f"retime: {type(run).__name__} is no run: give a Run or a run folder.")
     times = time_records(_latest(records), topology, devices.check_clients(run.clients), waits)
@@ -105,6 +112,16 @@ def _latest(records: Iterable[Record]) -> list[Record]:
     return [record for _, record in sorted(latest.items())]
 
 
+def _check_clock(clock: ClockSettings) -> None:
+    """Refuse a run whose graphs were made by the speed of its own devices."""
+    if clock.away == "skip" or clock.deadline is not None:
+        raise QuiverError(
+            "this run left out of its rounds who was away or late on its own devices: on others it "
+            "would be another run. Re-time one without clock.away and clock.deadline."
+        )
+
+
 def _read_topology(folder: Path, clients: int) -> Topology:
     config = RunFolder(folder).config()
+    _check_clock(config.clock)
     return make_run_topology(config, make_method(config), clients)
