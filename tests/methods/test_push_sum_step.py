@@ -18,7 +18,7 @@ from small import CLIENTS, PULL, TRAINING, distance, simulate, states, tiny_data
 ALL = np.ones(CLIENTS, dtype=bool)
 ETA = 0.5
 PLAIN = qv.Training(lr=ETA, personal_lr=ETA, batch_size=None)
-METHODS = [qv.DFedPGP, qv.DFedPGPSAM, qv.OSGP]
+METHODS = [qv.DFedPGP, qv.DFedPGPSAM, qv.DFedSGPSM, qv.OSGP]
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 
 
@@ -28,7 +28,7 @@ def with_mass(method: Any, mass: float, training: qv.Training = TRAINING) -> Sha
     shard = Shard(tiny_task(), tiny_data(), method, training, settings)
     state = shard.state
     scaled: dict[str, Any] = {"u": state.u * mass, "mu": state.mu * mass}
-    if isinstance(method, qv.OSGP):
+    if isinstance(method, qv.OSGP | qv.DFedSGPSM):  # all of the model has mass
         scaled["v"] = state.v * mass
     shard.state = state._replace(**scaled)
     return shard
@@ -104,7 +104,7 @@ def test_the_option_left_out_changes_no_identity() -> None:
 def test_whose_step_can_be_chosen() -> None:
     """By the type of the option: a method of one's own may call something else `step`."""
     offering = {name for name in qv.METHODS if offers_step(qv.METHODS[name])}
-    assert offering == {"dfedpgp", "dfedpgpsam", "osgp"}
+    assert offering == {"dfedpgp", "dfedpgpsam", "dfedsgpsm", "osgp"}
 
     class Own(qv.DFedPGP):
         pass

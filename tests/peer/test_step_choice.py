@@ -108,8 +108,10 @@ def test_peers_that_step_otherwise_do_not_talk(tmp_path: Path) -> None:
 def written_keys(folder: PeerFolder) -> dict[str, object]:
     """[peers] as earlier editions hashed it: under the names that its keys had then."""
     names = {"max_debt": "lend", "round_interval": "pause"}
+    later = {"noise", "quorum", "quorum_by"}
+    later |= {"deadline_floor", "deadline_percentile", "deadline_factor"}
     peers = folder.peers.model_dump().items()
-    return {names.get(key, key): value for key, value in peers if key != "noise"}
+    return {names.get(key, key): value for key, value in peers if key not in later}
 
 
 def earlier(folder: PeerFolder) -> Agreement:

@@ -56,7 +56,7 @@ def test_every_combination_of_methods_grid_and_seeds_once(tmp_path: Path) -> Non
     ]
     assert values(plan, "method.name", "training.momentum", "run.seed") == expected
     assert list(dict.fromkeys(cell.label for cell in plan.cells)) == [
-        "momentum 0.0",
+        "momentum 0",
         "momentum 0.9",
     ]
     assert len({cell.name for cell in plan.cells}) == 8
