@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse
-from torch import Tensor
+from torch import Tensor, nn
 
 import quiverfl as qv
 from quiverfl.engine.checks.probe import ModelProbe
@@ -455,6 +455,18 @@ def test_a_client_without_test_data_is_no_number_and_all_of_them_are_refused() -
         data.hold_out([3])
     with pytest.raises(QuiverError, match="held out of this data before"):
         data.hold_out([0]).hold_out([0])
+
+
+def test_a_batch_of_one_sample_in_batch_norm_is_refused_before_the_first_round() -> None:
+    pairs = [(np.ones((n, 6), dtype=np.float32), np.arange(n) % 3) for n in (12, 12, 12, 7)]
+    data = qv.FederatedData.from_arrays(pairs, pairs).hold_out([3])
+    task = qv.Task(
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), personal="2"
+    )
+    with pytest.raises(QuiverError, match="unseen client 0 has 7 training samples"):
+        qv.simulate(
+            task, data, method=qv.FedPer(), training=qv.Training(batch_size=6), rounds=1
+        )  # fmt: skip
 
 
 def test_a_fit_that_diverges_names_the_client() -> None:

@@ -464,6 +464,11 @@ def test_fedrods_heads_are_one_linear_layer() -> None:
     start = qv.Start(point, point, 1, np.random.default_rng(0), (6,), (3,))
     with pytest.raises(qv.QuiverError, match="must be one linear layer"):
         qv.FedRoD().init(task, start)
+    task = qv.Task(TinyModel, personal=("head",), loss=lambda outputs, y: outputs.sum(dim=1))
+    point = qv.Params(torch.zeros(task.shared_layout.size), torch.zeros(task.personal_layout.size))
+    start = qv.Start(point, point, 1, np.random.default_rng(0), (5,), (3,))
+    with pytest.raises(qv.QuiverError, match="would be that of the personal head alone"):
+        qv.FedRoD().init(task, start)
 
 
 def test_fedalas_weights_by_hand() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from quiverfl.data.batches import ADAPT
 from quiverfl.data.federated import FederatedData
 from quiverfl.data.unseen import Unseen
+from quiverfl.engine.checks.model import check_batch_sizes
 from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.collective import LocalWorld, compute_groups
 from quiverfl.engine.evaluation import compute_metrics
@@ -34,6 +35,7 @@ from quiverfl.methods.state import select_fields
 from quiverfl.seeds import stream
 from quiverfl.task import Params, Task
 from quiverfl.topologies.topology import Topology, find_offline
+from quiverfl.training import Training
 from quiverfl.transforms import Transforms
 from quiverfl.transforms.privacy import UpdatePrivacy
 from quiverfl.types import Integers, Metrics
@@ -216,6 +218,7 @@ def check_unseen(
     task: Task,
     data: FederatedData,
     method: Method,
+    training: Training,
     transforms: Transforms,
     settings: RunSettings,
 ) -> None:
@@ -242,6 +245,10 @@ def check_unseen(
             "Personal, so a client that comes later would be handed nothing. Leave data.unseen "
             "out for this method."
         )
+    try:
+        check_batch_sizes(task, unseen.data, [choose_fit(method, task, unseen, sent)], training)
+    except QuiverError as error:
+        raise QuiverError(f"unseen {error}") from error
 
 
 def find_sent_parts(method: Method, probe: ModelProbe) -> tuple[bool, bool]:

@@ -75,6 +75,11 @@ class FedRoD(Method[RoDState]):
                 f"layer that returns a number per class: here it has the shapes {sorted(shapes)}, "
                 f"is given {start.features or 'nothing known'} and returns {start.outputs}."
             )
+        if task.loss is not cross_entropy:
+            raise QuiverError(
+                "fedrod trains its generic head by the balanced softmax loss, so another loss than "
+                '"cross_entropy" would be that of the personal head alone: leave task.loss out.'
+            )
         head = start.params.personal
         counts = head.new_zeros(start.outputs[0])
         return RoDState(*start.params, head, counts, sample_weight(start, self.weighting))

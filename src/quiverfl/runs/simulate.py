@@ -98,8 +98,8 @@ class Simulation:
                     "nobody has seen are tested in rounds; leave one of them out."
                 )
         if self.data.unseen is not None:
-            fits = (self.task, self.data, self.method, self.transforms, self.settings)
-            check_unseen(self.data.unseen, *fits)
+            fits = (self.task, self.data, self.method, self.training)
+            check_unseen(self.data.unseen, *fits, self.transforms, self.settings)
 
     def shard(self, measured: Measurement | None = None) -> Shard:
         """The clients here, at the start."""
