@@ -71,6 +71,8 @@ def test_some_of_the_runs_as_page_tables_and_json(comparison: Path, tmp_path: Pa
 def test_a_table_of_unknown_kind_is_refused(comparison: Path, tmp_path: Path) -> None:
     with pytest.raises(QuiverError, match=r"must end in \.md, \.csv or \.tex"):
         run(comparison, "--out", tmp_path / "x.html", "--table", tmp_path / "t.xls")
+    with pytest.raises(QuiverError, match="--columns all: it is for --table"):
+        run(comparison, "--out", tmp_path / "x.html", "--columns", "all")
     assert not list(tmp_path.iterdir())
 
 

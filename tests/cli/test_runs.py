@@ -165,13 +165,15 @@ def test_the_page_is_local_read_only_and_takes_nothing_for_markup(runs: Path) ->
             (urllib.request.Request(f"{here}/../etc/passwd"), 404),
             (urllib.request.Request(f"{here}/", data=b"x", method="POST"), 501),
         ]:
-            with pytest.raises(urllib.error.HTTPError) as refused:
+            with pytest.raises(urllib.error.HTTPError) as failed:
                 urllib.request.urlopen(request, timeout=30)
-            assert refused.value.code == code
+            assert failed.value.code == code
         port = here.rpartition(":")[2]
         with pytest.raises(QuiverError, match=rf"--port {port}: .* Give another one"):
             call("watch", runs, "--port", port)
-    for option, words in (("--port=70000", "from 0 to 65535"), ("--every=0", "more than 0")):
+    finite = "more than 0 seconds, and finite"
+    refused = {"--port=70000": "from 0 to 65535", "--every=0": finite, "--every=inf": finite}
+    for option, words in refused.items():
         with pytest.raises(QuiverError, match=words):
             call("watch", runs, option)
 

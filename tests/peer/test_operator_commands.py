@@ -33,6 +33,8 @@ def test_a_run_that_is_over_is_taken_up_again(tmp_path: Path) -> None:
         quiver("amend", folders[0], "--since", 2, "--rounds", 3)
     with pytest.raises(QuiverError, match="nothing is to change"):
         quiver("amend", folders[0], "--since", 1)
+    with pytest.raises(QuiverError, match=r"--mass 0\.5: .* name it with --join"):
+        quiver("amend", folders[0], "--since", 1, "--rounds", 2, "--mass", 0.5)
     with pytest.raises(QuiverError, match="--lr"):
         quiver("amend", folders[0], "--since", 1, "--lr", -1)
     for folder in folders:

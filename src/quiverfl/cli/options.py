@@ -183,6 +183,8 @@ class ResultOptions:
             self.table or (), self.figure or (), self.bars or (), self.columns.value
         )
         files.check()
+        if self.columns is ColumnChoice.all and not files.tables:
+            raise QuiverError("--columns all: it is for --table; name a file with that, too.")
         return files
 
 

@@ -184,6 +184,8 @@ def propose_change(
     joins: Sequence[str] = (),
     mass: float = 1.0,
 ) -> Iterator[str]:
+    if mass != 1 and not joins:
+        raise QuiverError(f"--mass {mass:g}: it is what a newcomer brings; name it with --join.")
     try:
         grant = to_units(mass) if joins else UNIT
         terms = Terms(since=since, rounds=rounds, lr=lr, joins=tuple(joins), grant=grant)

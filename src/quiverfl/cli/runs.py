@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import webbrowser
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -140,8 +141,8 @@ def watch(
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page with live curves, rounds, time left and failures of every run below a folder."""
-    if not every > 0:
-        raise QuiverError(f"--every {every:g}: it must be more than 0 seconds.")
+    if not 0 < every < math.inf:
+        raise QuiverError(f"--every {every:g}: it must be more than 0 seconds, and finite.")
     server = make_watch_server(RunFinder(folder), port, every)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     print(f"{address} (Ctrl-C ends it)", flush=True)
