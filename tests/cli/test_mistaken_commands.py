@@ -173,3 +173,14 @@ def test_a_comparison_on_a_full_disk_names_its_own_command(here: Path) -> None:
     assert "run the same `quiver compare` command again" in line
     assert "quiver resume" not in line
     assert quiver(*command, cwd=here).returncode == 0
+
+
+def test_a_setting_for_real_peers_is_refused_where_it_changes_nothing(here: Path) -> None:
+    said = refused(here, "run", "small.toml", "--set", "peers.mode=sync", "--dry-run")
+    assert "--set peers.mode: [peers] is for real peers" in said
+
+
+def test_who_waits_for_whom_is_drawn_in_known_formats(here: Path) -> None:
+    said = refused(here, "topology", "time", "--rounds", "2", "--picture", "x.txt")
+    assert "a file name ending in .png, .svg, .pdf is needed" in said
+    assert not (here / "x.txt").exists()

@@ -109,7 +109,7 @@ def draw_waiting(found: dict[str, Waiting], path: Path, seconds: float | None = 
     for axes, one in zip(panels, found.values(), strict=True):
         _draw_bars(axes, one, end)
     panels[-1].set_xlabel("seconds")
-    save_picture(figure, path, "Who trains when", path.suffix.lstrip(".").lower())
+    save_picture(figure, path, "Who trains when")
 
 
 def _draw_bars(axes: Axes, one: Waiting, end: float) -> None:

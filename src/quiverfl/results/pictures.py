@@ -79,10 +79,13 @@ def _choose_format(target: str | Path | BinaryIO, format: str | None) -> str:
     return format
 
 
-def save_picture(figure: Figure, target: str | Path | BinaryIO, title: str, format: str) -> None:
+def save_picture(
+    figure: Figure, target: str | Path | BinaryIO, title: str, format: str | None = None
+) -> None:
     """Write a picture under its title. Pictures have matplotlib's style, not that of curves."""
     from quiverfl.results.figures import render_figure
 
+    format = _choose_format(target, format)
     if title:
         figure.suptitle(title, color=_INK)
     content = render_figure(figure, format, dpi=150, style={"svg.hashsalt": "quiver"})

@@ -59,7 +59,13 @@ def load_config(path: Path, values: Iterable[str] = ()) -> Config:
     tree = read_toml(path, f"{path}: no such configuration file.")
     _refuse_sweep(tree, name)
     for text in values:
-        set_value(tree, *parse_setting(text))
+        key, value = parse_setting(text)
+        if key.partition(".")[0] == "peers":
+            raise QuiverError(
+                f"--set {key}: [peers] is for real peers and changes nothing here; write it into "
+                "their run.toml."
+            )
+        set_value(tree, key, value)
     tree.pop("peers", None)  # [peers] is for real peers; the same file can be simulated first
     return parse_config(tree, f"{name} and --set" if values else str(name))
 
