@@ -302,3 +302,8 @@ def test_rounds_leave_out_who_is_away_or_late_and_resume(name: str, clock: dict[
     rest = simulation.run(resume=taken[1])
     assert rest.history.equals(run.history)
     assert rest.rounds["clock"].tolist() == run.rounds["clock"].tolist()
+
+
+def test_a_run_without_an_end_is_refused() -> None:
+    with pytest.raises(QuiverError, match=r"clock\.until = inf: such"):
+        parse_config({"clock": {"waits": "nobody", "until": float("inf")}})

@@ -188,6 +188,26 @@ def test_precision_and_layout_are_chosen_by_a_trial(monkeypatch: pytest.MonkeyPa
     assert len(tried) == 1
 
 
+def test_a_trial_of_a_model_with_running_statistics_leaves_no_trace() -> None:
+    """It changes statistics of its own: the run is the one without a trial, to the bit."""
+
+    def model() -> nn.Module:
+        body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten())
+        layers = nn.Sequential()
+        layers.add_module("body", body)
+        layers.add_module("head", nn.Linear(256, 10))
+        return layers
+
+    data = qv.partition("digits", "iid", clients=4, samples_per_client=16)
+    options: dict[str, Any] = {"method": qv.DFedAvgM(epochs=1), "training": TRAINING, "rounds": 1}
+    options["topology"] = qv.ring(clients=4)
+    tried = qv.simulate(qv.Task(model), data, layout="measure", **options)
+    layout = tried.summary["carried_out"]["layout"]
+    plain = qv.simulate(qv.Task(model), data, layout=layout, **options)
+    assert len(tried.summary["carried_out"]["seconds_per_gradient"]) == 2
+    assert tried.history.equals(plain.history)
+
+
 def test_a_resumed_run_keeps_the_precision_that_a_trial_chose(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

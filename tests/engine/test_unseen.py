@@ -415,6 +415,7 @@ def test_owners_are_held_out_by_name() -> None:
         ({"unseen": 2, "unseen_start": "closest"}, "data.unseen_start"),
         ({"unseen": 2, "unseen_epochs": -1}, "data.unseen_epochs = -1: it must be a whole number"),
         ({"unseen_epochs": 3}, "data.unseen_epochs needs data.unseen"),
+        ({"unseen": 2.5}, "data.unseen = 2.5: input"),
     ],
 )
 def test_bad_input_is_one_sentence(data: dict[str, Any], words: str) -> None:

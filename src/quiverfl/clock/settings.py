@@ -131,6 +131,10 @@ class ClockSettings:
                 f'clock.waits = "{self.waits}" without clock.until: nobody counts rounds, so such '
                 "a run would never end; give seconds, such as until = 3600."
             )
+        if math.isinf(self.until):
+            raise QuiverError(
+                "clock.until = inf: such a run would never end; give seconds, such as until = 3600."
+            )
         if self.evaluate_every is not None and self.evaluate_every > self.until:
             raise QuiverError(
                 f"clock.evaluate_every = {self.evaluate_every:g} is after clock.until = "

@@ -429,6 +429,8 @@ def _prepare_trial(context: PhaseContext, rows: Integers) -> Callable[[], None]:
     start = (part.to(context.device, context.dtype) for part in context.task.initial_params(0))
     point = Params(*(part.expand(len(rows), -1).clone() for part in start))
     keys = torch.zeros(len(rows), dtype=torch.int64, device=context.device)
+    if context.task.statistics_layout.names:  # a client's own, which the trial may change
+        context.programs.open_client(None, context.task.initial_statistics()[None].to(point.shared))
     gradient = executor.bind(context.program(), point, "whole")
     one = Batch(len(rows), x, y, keys=keys if context.draws else None)
 

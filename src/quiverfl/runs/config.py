@@ -105,7 +105,9 @@ class DataConfig(Section):
         for key in UNSEEN_OPTIONS:
             default = type(self).model_fields[key].default
             if self.unseen is None and getattr(self, key) != default:
-                raise ValueError(f"data.{key} needs data.unseen: say how many clients are held out")
+                raise QuiverError(
+                    f"data.{key} needs data.unseen: say how many clients are held out."
+                )
         return self
 
     def unseen_options(self) -> Options:
@@ -278,7 +280,9 @@ def parse_config(tree: Mapping[str, Any], source: str = "configuration") -> Conf
         config = Config.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        # Of a choice of types pydantic adds the one it tried, which is no key of the file.
+        tried = ("int", "float", "str", "bool")
+        key = ".".join(p for p in map(str, first["loc"]) if not (p in tried or "[" in p))
         ours = first.get("ctx", {}).get("error")  # from a validator of ours
         reason = first["msg"].lower() if ours is None else str(ours)
         raise QuiverError(f"{source}: {key} = {first['input']!r}: {reason}.") from error
