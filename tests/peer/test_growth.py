@@ -181,6 +181,34 @@ def test_members_may_join_in_the_same_round_by_two_changes(
     assert "not agreed in time" not in caplog.messages
 
 
+def test_one_member_alone_does_not_send_a_newcomer_ahead(tmp_path: Path) -> None:
+    """It says that it is in a far round; the newcomer waits for another one to come there."""
+    folders = make_folders(tmp_path, 3)
+
+    async def scenario() -> None:
+        nodes = [build(folder, ENDLESS) for folder in folders]
+        tasks = [asyncio.create_task(node.run()) for node in nodes]
+        await until(lambda: all(node.transactions.accounts.round > 2 for node in nodes))
+        newcomer = grow_roster(folders, "peer-3")
+        for node in nodes:
+            await node.propose(Terms(since=100_000, joins=("peer-3",)))
+        await until(lambda: all(node.changes.growth() == [100_000] for node in nodes))
+        honest = nodes[2].neighbours.compose_hello
+        nodes[2].neighbours.compose_hello = (  # type: ignore[method-assign]
+            lambda peer, protocol: honest(peer, protocol).model_copy(update={"round": 2**40})
+        )
+        (await join(newcomer, nodes[0])).close()
+        fourth = build(newcomer, ENDLESS)
+        tasks.append(asyncio.create_task(fourth.run()))
+        await until(lambda: fourth.receiver.rounds.get("peer-2") == 2**40)
+        heard = nodes[2].transactions.accounts.round
+        await until(lambda: fourth.receiver.rounds.get("peer-0", 0) > heard + 10)
+        assert (fourth.state, fourth.transactions.accounts.pushes) == ("joining", 0)
+        await finish(*nodes, fourth, tasks=tasks)
+
+    asyncio.run(scenario())
+
+
 def test_nothing_is_taken_of_a_member_that_has_not_joined(tmp_path: Path) -> None:
     """It is in the roster, and has opened an account of its own accord."""
     folders = make_folders(tmp_path, 3)

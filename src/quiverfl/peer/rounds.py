@@ -59,10 +59,15 @@ async def run_rounds(node: Node) -> None:
 
 
 async def _wait_for_the_others(node: Node) -> None:
-    """Let a member that joins in a later round wait until one of the others has come there."""
+    """Let a member that joins in a later round wait until two of the others have come there.
+
+    One alone could send it ahead of everybody.
+    """
     pause, accounts = 0.1, node.transactions.accounts
     while node.number >= node.founders and not accounts.pushes and not node.stopping:
-        if max(node.receiver.rounds.values(), default=-1) >= accounts.round:
+        others, rounds = node.neighbours.staying(), node.receiver.rounds
+        there = {peer for peer in others if rounds.get(peer, -1) >= accounts.round}
+        if there and len(there) >= min(2, len(others)):
             return
         node.state = "joining"
         await node.neighbours.tell(node.neighbours.staying())
