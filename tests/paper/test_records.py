@@ -52,6 +52,14 @@ PAPER, TUNED = (rate_settings(whose, "medium", None) for whose in ("paper", "tun
 NEIGHBORS = [(*PAPER, f"topology.neighbors={count}") for count in (2, 5)]
 EARLIER = ("overrides.local.training.lr=0.02", "overrides.dispfl.training.lr_decay=0.95")
 PAIR = ("dfedavgmp", "dfedpgp")
+GRAPHS = Runs("graphs", Choice(seeds=FOUR, cases=("2 neighbours",), values=PAPER))
+GRAPH_NAMES = (
+    "random push, the paper's step",
+    "balanced push",
+    "pull",
+    "undirected",
+    "random push, debiased step",
+)
 TABLES = {
     "Table 1, tuned rates": Runs("table1", Choice(seeds=FOUR, values=TUNED)),
     "Table 1, the paper's rates": Runs("table1", Choice(seeds=TWO_SEEDS, values=PAPER)),
@@ -63,6 +71,7 @@ TABLES = {
 """Whose tables stand in the docs as they are."""
 RUNS = {
     **TABLES,
+    "graphs, 2 neighbours": GRAPHS,
     "unreliable, more seeds": Runs("unreliable", Choice(PAIR, FOUR, values=PAPER)),
     "a smaller rate": Runs("table1", Choice(seeds=TWO_SEEDS, values=("training.lr=0.03",))),
     "an earlier race": Runs("table1", Choice(seeds=TWO_SEEDS, values=(*TUNED, *EARLIER))),
@@ -94,3 +103,14 @@ def test_the_numbers_in_the_docs_are_those_of_the_records(runs: Runs) -> None:
     assert len(tables) == 2
     assert min(len(table.splitlines()) for table in tables) > 4
     assert [table for table in tables if table not in text] == []
+
+
+def test_the_graphs_in_the_docs_are_those_of_the_records() -> None:
+    """The item's one row, turned: a line for each graph."""
+    text = (RECORDS.parent / "docs" / "explanation" / GRAPHS.page).read_text()
+    numbers = [cell.strip() for cell in GRAPHS.tables()[0].splitlines()[-1].split("|")[2:-1]]
+    lines = [
+        f"| {name} | {local} | {mixed} |"
+        for name, local, mixed in zip(GRAPH_NAMES, numbers[::2], numbers[1::2], strict=True)
+    ]
+    assert [line for line in lines if line not in text] == []
