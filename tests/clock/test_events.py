@@ -307,3 +307,12 @@ def test_rounds_leave_out_who_is_away_or_late_and_resume(name: str, clock: dict[
 def test_a_run_without_an_end_is_refused() -> None:
     with pytest.raises(QuiverError, match=r"clock\.until = inf: such"):
         parse_config({"clock": {"waits": "nobody", "until": float("inf")}})
+
+
+def test_a_run_beyond_all_memory_is_refused_before_it_begins() -> None:
+    with pytest.raises(QuiverError, match=r"evaluate_every = 1e-07 evaluates .* 100,000 times"):
+        parse_config({"clock": {"waits": "nobody", "until": 10.0, "evaluate_every": 1e-7}})
+    for clock, step in (({"until": 1e18}, 0.1), ({"until": 1000.0}, 1e-30)):
+        tree = {**BASE, "clock": {"waits": "nobody", **clock}, "devices": {"step": step}}
+        with pytest.raises(QuiverError, match="local rounds between two of 10 evaluations"):
+            qv.Experiment.of(tree).run()

@@ -54,6 +54,9 @@ def count_steps(
 # Nobody waits.
 
 
+MOST_JOBS = 5_000_000
+
+
 def make_player(
     timing: Timing, shard: Shard, topology: Topology, steps: Integers, together: bool = True
 ) -> Player:
@@ -63,12 +66,25 @@ def make_player(
     size = int(shard.payload(shard.outbox(one), one)[0])
     payload = np.full(clients, size, dtype=np.int64)
     devices = timing.devices.check_clients(clients)
+    _check_jobs(timing, devices.work(steps))
     schedule: Schedule
     if timing.clock.waits == "pairs":
         schedule = Pairs(devices, steps, payload, shard.context.seed)
     else:
         schedule = Push(devices, steps, payload, topology)
     return Player(shard, schedule, together)
+
+
+def _check_jobs(timing: Timing, work: Integers) -> None:
+    """The jobs between two evaluations are held in memory."""
+    times = timing.clock.times
+    expected = float((microseconds(max(np.diff([0.0, *times]))) / work).sum())
+    if expected > MOST_JOBS:
+        raise QuiverError(
+            f"clock.until = {times[-1]:g} means about {expected:.2g} local rounds between two of "
+            f"{len(times)} evaluations; {MOST_JOBS:,} is the most. Give fewer seconds, slower "
+            "devices (devices.step), or a smaller clock.evaluate_every."
+        )
 
 
 def run_events(

@@ -84,6 +84,9 @@ class NetworkSettings:
             raise QuiverError(f"network.spread = {self.spread:g}: it must be 1 or more.")
 
 
+MOST_EVALUATIONS = 100_000
+
+
 @dataclass(frozen=True)
 class ClockSettings:
     """Section [clock]: who waits for whom, and how long the run is.
@@ -139,6 +142,11 @@ class ClockSettings:
             raise QuiverError(
                 f"clock.evaluate_every = {self.evaluate_every:g} is after clock.until = "
                 f"{self.until:g}: give less."
+            )
+        if self.evaluate_every is not None and self.until / self.evaluate_every > MOST_EVALUATIONS:
+            raise QuiverError(
+                f"clock.evaluate_every = {self.evaluate_every:g} evaluates clock.until = "
+                f"{self.until:g} more than {MOST_EVALUATIONS:,} times: give more seconds."
             )
         if self.deadline is not None or self.away != "wait":
             name = "away" if self.deadline is None else "deadline"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from quiverfl.engine.checks.method import check_method_parts
 from quiverfl.engine.settings import RunSettings
-from quiverfl.errors import Diverged, QuiverError
+from quiverfl.errors import Diverged, QuiverError, QuiverWarning
 from quiverfl.laws import round_laws, run_laws
 from quiverfl.laws.problem import (
     CLIENTS,
@@ -123,7 +124,9 @@ def _cases(method: Method) -> list[Case]:
     check_method_parts(method)
     training = training_for(method)
     usual = Case(method, topologies_for(method)[0], training)
-    state = type(usual.run(rounds=0)._shard.state)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "run.rounds = 0", QuiverWarning)  # the start is wanted
+        state = type(usual.run(rounds=0)._shard.state)
     with contextlib.suppress(Diverged):  # law 7 says so
         usual.run(rounds=1)
     return [Case(method, topology, training) for topology in topologies_for(method, state)]
