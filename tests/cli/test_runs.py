@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from browser import CHROMIUM, Browser
 from quiverfl.cli.main import app
 from quiverfl.cli.runs import make_watch_server
+from quiverfl.cli.server import make_server
 from quiverfl.errors import QuiverError
 from quiverfl.results.report.overview import RunFinder
 from run_folders import Recipe, write_exact, write_json, write_lines, write_run
@@ -84,6 +85,37 @@ def test_the_time_left_is_that_of_the_rounds_before(runs: Path) -> None:
     assert (row["rounds"], row["of"], row["seconds_left"]) == (3, 4, pytest.approx(3.0))
 
 
+def test_seconds_that_are_no_number_count_for_nothing(runs: Path) -> None:
+    folder = runs / "under" / "b"
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    seconds = [2.0, "soon", None]
+    write_lines(
+        folder / "rounds.jsonl",
+        [{**line, "seconds": s} for line, s in zip(lines[:3], seconds, strict=True)],
+    )
+    (row,) = json.loads(call("ls", folder, "--json"))
+    assert row["seconds"] == 2.0
+
+
+def test_scores_of_unseen_clients_are_shown(runs: Path) -> None:
+    path = runs / "c" / "history.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    write_lines(path, [*lines, *({**line, "stage": "fitted"} for line in lines)])
+    assert "accuracy, fitted" in call("show", runs / "c")
+
+
+def test_a_reader_that_leaves_in_the_middle_is_no_report(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with make_server({}, 0) as server:
+        for problem, silent in ((BrokenPipeError(), True), (ValueError("broken"), False)):
+            try:
+                raise problem
+            except Exception:
+                server.handle_error(None, ("127.0.0.1", 1))
+            assert ("broken" not in capsys.readouterr().err) is silent
+
+
 def test_a_run_on_another_machine_is_judged_by_its_files(runs: Path) -> None:
     folder = runs / "c"
     give_lock(folder, 1, "elsewhere")
@@ -101,6 +133,8 @@ def test_one_run_in_words(runs: Path) -> None:
     assert json.loads(call("show", runs / "a", "--json"))["config"]["method"]["name"] == "local"
     with pytest.raises(QuiverError, match="is not a run folder: `quiver ls"):
         call("show", runs)
+    with pytest.raises(QuiverError, match="no such folder"):
+        call("show", runs / "nowhere")
     with pytest.raises(QuiverError, match="is not a folder"):
         call("ls", runs / "nowhere")
     (runs / "a" / "config.json").write_text("{")

@@ -277,3 +277,31 @@ def test_a_terminal_that_is_too_narrow_has_every_name_beside_every_number() -> N
         "Local 2",
         "DFedPGP 2",
     ]
+
+
+def test_a_table_without_headings_to_part_it_by_is_parted_between_its_columns() -> None:
+    titles = ("accuracy", "seconds", "bytes")
+    columns = [Column("method", number=False), *(Column(title) for title in titles)]
+    rows = tuple((TableCell(name), *map(TableCell, "123")) for name in ("Local", "DFedPGP"))
+    console = Console(width=32, file=io.StringIO(), highlight=False)
+    print_tables(console, [Table("Scores", tuple(columns), rows, "A caption.")])
+    assert isinstance(console.file, io.StringIO)
+    printed = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert [line for line in printed if line[-1:].isdigit()] == [
+        "Local 1 2",
+        "DFedPGP 1 2",
+        "Local 3",
+        "DFedPGP 3",
+    ]
+
+
+def test_columns_without_a_heading_are_a_part_of_their_own() -> None:
+    columns = (Column("method"), Column("cost"), Column("a", above="local"), Column("b", above="x"))
+    table = Table("T", columns, (tuple(map(TableCell, ("Local", "1", "2", "3"))),), "")
+    assert [[cell.text for cell in part.rows[0]] for part in table.parts()] == [
+        ["Local", "1"],
+        ["Local", "2"],
+        ["Local", "3"],
+    ]
+    (whole,) = Table("T", columns[:1], ((TableCell("Local"),),), "").parts()
+    assert whole.rows == ((TableCell("Local"),),)

@@ -20,7 +20,7 @@ from quiverfl.cli.server import make_server
 from quiverfl.errors import QuiverError
 from quiverfl.results import formatting as numbers
 from quiverfl.results.report.overview import RunFinder, RunState, count_states
-from quiverfl.results.summary import STAGES
+from quiverfl.results.summary import STAGES, UNSEEN_STAGES
 
 COLORS = {"running": "cyan", "finished": "green", "interrupted": "yellow"}
 Folder = Annotated[Path, typer.Argument(help="A folder with runs in it, at any depth.")]
@@ -74,6 +74,8 @@ def show(
     """One run: what it is, how far it came, its scores and costs, and what can be done next."""
     from quiverfl.results.run_files import is_run
 
+    if not folder.exists():
+        raise QuiverError(f"{folder}: no such folder. `quiver ls` lists the runs below runs/.")
     if not is_run(folder):
         raise QuiverError(f"{folder} is not a run folder: `quiver ls {folder}` lists those below.")
     (one,) = RunFinder(folder).read()
@@ -109,7 +111,7 @@ def _describe(one: RunState) -> dict[str, str]:
         "seed": str(run.seed),
         "rounds": f"{run.done_rounds} of {planned}{', ended by run.patience' if early else ''}",
     }
-    for stage in STAGES:
+    for stage in (*STAGES, *UNSEEN_STAGES):
         score = one.score(stage)
         if score is not None:
             percent = " %" if numbers.is_percentage(one.metric) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
@@ -12,7 +13,15 @@ Answer: TypeAlias = Callable[[], tuple[str, str, Mapping[str, str]]]
 """Makes the kind of a page, its text, and further headers."""
 
 
-def make_server(answers: Mapping[str, Answer], port: int) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    """A browser that closes its page in the middle of an answer is nothing to report."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+def make_server(answers: Mapping[str, Answer], port: int) -> Server:
     """Serve some paths on 127.0.0.1, to GET alone and under this machine's own names alone."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -42,7 +51,7 @@ def make_server(answers: Mapping[str, Answer], port: int) -> ThreadingHTTPServer
             """Keep requests out of the terminal."""
 
     try:
-        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        return Server(("127.0.0.1", port), Handler)
     except OSError as problem:
         raise QuiverError(
             f"--port {port}: {problem.strerror}. Give another one, or 0 for any."

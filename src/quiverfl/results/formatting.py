@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -154,14 +154,19 @@ class Table:
     def parts(self) -> list[Table]:
         """One table for each upper heading, the names again in each; itself where there is none."""
         tables, begin = [], 0
-        for above, width in self.spans():
-            if above:
-                chosen = [0, *range(begin, begin + width)]
-                columns = tuple(self.columns[index] for index in chosen)
-                rows = tuple(tuple(row[index] for index in chosen) for row in self.rows)
-                tables.append(replace(self, columns=columns, rows=rows))
-            begin += width
+        for _, width in self.spans():
+            end = begin + width
+            if end > 1:  # the names alone are no table
+                tables.append(self.take_columns(range(max(begin, 1), end)))
+            begin = end
         return tables or [self]
+
+    def take_columns(self, indices: Iterable[int]) -> Table:
+        """The names, and some of the columns behind them."""
+        chosen = [0, *indices]
+        columns = tuple(self.columns[index] for index in chosen)
+        rows = tuple(tuple(row[index] for index in chosen) for row in self.rows)
+        return replace(self, columns=columns, rows=rows)
 
 
 FilledColumn: TypeAlias = tuple[Column, Mapping[str, TableCell]]

@@ -420,15 +420,14 @@ def print_comparison(console: Console, groups: Sequence[Group], stage: str = "lo
     cases = split_by_case(groups)
     if len(cases) > 1:
         overview = case_table(groups, stages=stages)
-        for table in [overview] if _fit(console, [overview]) else overview.parts():
-            console.print(format_rich(table, caption=False))
+        _print_in_parts(console, overview)
     for case, own in cases.items():
         if case:
             console.print(Text(f"\n{case}", style="bold"))
         _print_case(console, own, stages)
     unseen = unseen_table(groups)
     if unseen is not None:
-        console.print(format_rich(unseen, caption=False))
+        _print_in_parts(console, unseen)
     console.print(Text(comparison_table(groups, stages=stages).caption, style="dim"))
 
 
@@ -440,7 +439,7 @@ def _print_case(console: Console, groups: Sequence[Group], stages: Sequence[str]
         [*(comparison_table(groups, stages=[one], cost=False) for one in stages), costs],
     ]
     for table in next((c for c in choices if _fit(console, c)), choices[-1]):
-        console.print(format_rich(table, caption=False))
+        _print_in_parts(console, table)
 
 
 def print_differences(console: Console, groups: Sequence[Group], stage: str = "local") -> None:
@@ -451,7 +450,7 @@ def print_differences(console: Console, groups: Sequence[Group], stage: str = "l
     for case, table in together.items():
         console.print()
         for one in [table] if _fit(console, [table]) else [tables[case] for tables in apart]:
-            console.print(format_rich(one, caption=False))
+            _print_in_parts(console, one)
     for caption in dict.fromkeys(table.caption for table in together.values()):
         console.print(Text(caption, style="dim"))
 
@@ -461,13 +460,33 @@ def print_tables(console: Console, tables: Sequence[Table]) -> None:
 
     A table that is too wide would leave no room for names: its parts are printed below each other.
     """
-    split = [[table] if _fit(console, [table]) else table.parts() for table in tables]
-    parts = [part for of_table in split for part in of_table]
+    parts = [part for table in tables for part in _split_to_fit(console, table)]
     for position, part in enumerate(parts):
         console.print(format_rich(part, caption=False))
         if part.caption not in [later.caption for later in parts[position + 1 :]]:
             console.print(part.caption, style="dim", markup=False)
             console.print()
+
+
+def _print_in_parts(console: Console, table: Table) -> None:
+    for part in _split_to_fit(console, table):
+        console.print(format_rich(part, caption=False))
+
+
+def _split_to_fit(console: Console, table: Table) -> list[Table]:
+    """The table, or tables of as many columns as fit the width, each with the names again."""
+    if _fit(console, [table]):
+        return [table]
+    fitting = []
+    for part in table.parts():
+        begin, count = 1, len(part.columns)
+        while begin < count:
+            ends = range(count, begin + 1, -1)
+            choices = (part.take_columns(range(begin, end)) for end in ends)
+            narrowest = part.take_columns([begin])
+            fitting.append(next((one for one in choices if _fit(console, [one])), narrowest))
+            begin += len(fitting[-1].columns) - 1
+    return fitting
 
 
 def _fit(console: Console, tables: Sequence[Table]) -> bool:

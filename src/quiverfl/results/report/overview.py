@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import pandas as pd
+
 from quiverfl.errors import QuiverError
 from quiverfl.results.run_files import RunResult, is_run, read_json, read_run
 from quiverfl.results.summary import STAGES, headline_metric, mean_by_round
@@ -50,7 +52,7 @@ class RunState:
         """What its rounds took."""
         if self.run is None or "seconds" not in self.run.rounds:
             return 0.0
-        return float(self.run.rounds["seconds"].astype(float).sum())
+        return float(pd.to_numeric(self.run.rounds["seconds"], errors="coerce").sum())
 
     @property
     def seconds_left(self) -> float | None:
