@@ -244,6 +244,9 @@ def test_the_report_takes_a_file_of_devices(tmp_path: Path) -> None:
     file.write_text("[devices]\nspeed = 3\n")
     with pytest.raises(QuiverError, match=r"unknown key devices\.speed"):
         CliRunner().invoke(app, command, catch_exceptions=False)
+    file.write_text("[device]\nstep = 3\n")
+    with pytest.raises(QuiverError, match="unknown section device;"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 def test_who_waits_for_whom(tmp_path: Path) -> None:

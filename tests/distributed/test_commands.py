@@ -240,6 +240,8 @@ def test_a_port_in_use_is_said(here: Path) -> None:
         (["--ranks", "8"], "at most 7 ranks"),
         (["--ranks", "0"], "at least 1"),
         (["--ranks", "2", "--max-restarts", "-1"], "0 or more"),
+        (["--max-restarts", "3"], "only ranks are restarted"),
+        (["--ranks", "1", "--max-restarts", "3"], "only ranks are restarted"),
     ],
 )
 def test_bad_counts_are_refused_before_anything_starts(

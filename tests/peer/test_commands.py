@@ -430,6 +430,29 @@ def test_a_demo_runs_the_configuration_that_it_is_given(tmp_path: Path) -> None:
     assert len(folders) == 3
 
 
+def test_a_demo_follows_the_peers_section_of_its_file(tmp_path: Path) -> None:
+    import tomllib
+
+    from quiverfl.peer.folder import make_swarm
+    from quiverfl.runs.config_files import load_config, read_peers_section
+
+    path = tmp_path / "own.toml"
+    text = RUN.format(rounds=2).partition("[peers]")[0]
+    path.write_text(text + '[peers]\nmode = "sync"\ndeadline = 7.0\nquorum = 0.7\n')
+    section = read_peers_section(path)
+    make_swarm(tmp_path / "demo", 3, None, None, load_config(path), section)
+    tree = tomllib.loads((tmp_path / "demo" / "run.toml").read_text())
+    assert tree["peers"] == {"mode": "sync", "deadline": 7.0, "staleness": 3, "quorum": 0.7}
+    with pytest.raises(QuiverError, match="quorum and deadline_floor are for mode = sync"):
+        make_swarm(tmp_path / "other", 3, None, "async", load_config(path), section)
+    with pytest.raises(QuiverError, match="unknown key quorun"):
+        make_swarm(tmp_path / "third", 3, None, None, load_config(path), {"quorun": 0.7})
+    assert not (tmp_path / "other").exists()
+    path.write_text("peers = 3\n")
+    with pytest.raises(QuiverError, match="peers must be a section"):
+        read_peers_section(path)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -345,7 +345,12 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    mode: Annotated[str, typer.Option(help="sync or async.")] = "async",
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="sync or async: async, or what [peers] says, unless given.", show_default=False
+        ),
+    ] = None,
     kills: Annotated[int, typer.Option(min=0, help="How many to kill and restart at random.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder to write to; must be new.")] = Path(
         "runs/peer-demo"
@@ -353,14 +358,17 @@ def demo(
 ) -> None:
     """Run a swarm on this machine: certificates, processes, a live table, an audit, a report."""
     from quiverfl.cli.peer_demo import run_demo
-    from quiverfl.runs.config_files import load_config
+    from quiverfl.peer.folder import make_swarm
+    from quiverfl.runs.config_files import load_config, read_peers_section
 
-    if mode not in ("sync", "async"):
+    if mode not in (None, "sync", "async"):
         raise QuiverError(f"--mode {mode}: it is sync or async.")
-    chosen = None
+    chosen, section = None, {}
     if config is not None or set_:
-        chosen = load_config(Path("quickstart") if config is None else config, set_ or ())
-    if not run_demo(out, peers, rounds or (None if chosen else 20), mode, kills, chosen):
+        path = Path("quickstart") if config is None else config
+        chosen, section = load_config(path, set_ or ()), read_peers_section(path)
+    rounds = rounds or (None if chosen else 20)
+    if not run_demo(out, make_swarm(out, peers, rounds, mode, chosen, section), kills):
         raise typer.Exit(1)
 
 

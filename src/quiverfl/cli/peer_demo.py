@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -23,11 +23,10 @@ from quiverfl.peer.accounts.ledger import UNIT, Statement
 from quiverfl.peer.accounts.signing import signature_check
 from quiverfl.peer.api import read_scores
 from quiverfl.peer.control import NotRunning, make_order
-from quiverfl.peer.folder import make_swarm
+from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.link.identity import ROSTER, Roster
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.metrics import PeerReading, read_status
-from quiverfl.runs.config import Config
 
 START_SECONDS = 120.0
 
@@ -35,10 +34,8 @@ START_SECONDS = 120.0
 class Demo:
     """Runs the processes of a swarm, by name."""
 
-    def __init__(
-        self, root: Path, peers: int, rounds: int | None, mode: str, config: Config | None = None
-    ) -> None:
-        self.folders = make_swarm(root, peers, rounds, mode, config)
+    def __init__(self, folders: Mapping[str, PeerFolder]) -> None:
+        self.folders = folders
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.kills: dict[str, int] = dict.fromkeys(self.folders, 0)
         self.readings = {name: PeerReading("", name, state="starting") for name in self.folders}
@@ -102,12 +99,10 @@ class Demo:
         return show_peers(list(self.readings.values()), title, self.kills)
 
 
-def run_demo(
-    root: Path, peers: int, rounds: int | None, mode: str, kills: int, config: Config | None = None
-) -> bool:
-    """Run the whole demo. Returns whether the audit passed."""
+def run_demo(root: Path, folders: Mapping[str, PeerFolder], kills: int) -> bool:
+    """Run the whole demo on a swarm below a folder. Returns whether the audit passed."""
     console = Console()
-    demo = Demo(root, peers, rounds, mode, config)
+    demo = Demo(folders)
     started = time.monotonic()
     try:
         for name in demo.folders:

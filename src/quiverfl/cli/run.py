@@ -43,7 +43,12 @@ def start_ranks(ranks: int, arguments: Sequence[str], restarts: int) -> None:
     raise typer.Exit(launch_ranks(ranks, arguments, restarts))
 
 
-def check_rank_count(ranks: int | None, clients: int | None = None) -> None:
+def check_rank_count(ranks: int | None, clients: int | None = None, restarts: int = 0) -> None:
+    if restarts and (ranks is None or ranks == 1):
+        raise QuiverError(
+            f"--max-restarts {restarts}: only ranks are restarted: add --ranks 2 or more, or leave "
+            "it out. `quiver resume` goes on with a run that was killed."
+        )
     if ranks is None:
         return
     if ranks < 1:
@@ -143,7 +148,7 @@ def run(
         require_package("tensorboard", "--tensorboard")
     chosen = [*(set_ or ()), *(["track.tensorboard=true"] if tensorboard else [])]
     settings = load_config(config, chosen)
-    check_rank_count(count, settings.data.clients)
+    check_rank_count(count, settings.data.clients, restarts)
     if dry_run:
         print_memory_needed(settings, count or 1)
         return
@@ -175,7 +180,7 @@ def resume(
     settings = existing.config()
     if existing.is_finished() and not (quiet or json_):
         Console(stderr=True).print(f"{folder} is finished already: nothing to resume.")
-    check_rank_count(count, settings.data.clients)
+    check_rank_count(count, settings.data.clients, restarts)
     if count is not None and count > 1:
         start_ranks(count, ["resume", str(folder), *_output_flags(quiet, json_)], restarts)
     run_and_print(settings, folder, quiet, json_, continues=True)

@@ -243,6 +243,12 @@ def make_devices(
 
 def read_sections(tree: Mapping[str, Any], source: str) -> tuple[DeviceSettings, NetworkSettings]:
     """The two sections of a file that describes devices and nothing else needs."""
+    for section in tree:
+        if section not in ("devices", "network"):
+            raise QuiverError(
+                f"{source}: unknown section {section}; a file of devices has [devices] and "
+                "[network] alone."
+            )
     made: list[Any] = []
     for section, kind in (("devices", DeviceSettings), ("network", NetworkSettings)):
         values = tree.get(section, {})

@@ -394,11 +394,17 @@ clip_norm = 10.0
 
 
 def make_swarm(
-    root: Path, peers: int, rounds: int | None, mode: str, config: Config | None = None
+    root: Path,
+    peers: int,
+    rounds: int | None,
+    mode: str | None,
+    config: Config | None = None,
+    section: Mapping[str, Any] | None = None,
 ) -> dict[str, PeerFolder]:
     """Make certificates, a roster and a folder for each peer of a swarm on this machine.
 
-    It runs a configuration if one is given, with as many clients as there are peers.
+    It runs a configuration if one is given, with as many clients as there are peers. `section` is
+    its [peers]; a mode that is given wins over it.
     """
     if root.exists() and any(root.iterdir()):
         raise QuiverError(f"{root} is not empty: name a new folder with --out.")
@@ -414,6 +420,11 @@ def make_swarm(
     config = config.with_values(values)
     if given:
         check_demo(config)
+    section = dict(section or {})
+    mode = mode or section.get("mode", "async")
+    defaults = {"deadline": 60.0 if mode == "sync" else 10.0, "staleness": 3}
+    section = {**defaults, **section, "mode": mode}
+    _parse_section(PeersSection, section, Path("[peers]"))
     authority = root / "authority"
     create_authority(authority, "demo")
     members = []
@@ -423,8 +434,7 @@ def make_swarm(
         members.append(Member(name, f"127.0.0.1:{port}", (key,)))
     Roster("demo", tuple(members)).write(authority / ROSTER)
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    deadline = 60.0 if mode == "sync" else 10.0
-    tree["peers"] = {"mode": mode, "deadline": deadline, "staleness": 3}
+    tree["peers"] = section
     lines = ["# Written by quiver peer demo.", *_format_toml(tree)]
     (root / "run.toml").write_text("\n".join(lines) + "\n")
     return {

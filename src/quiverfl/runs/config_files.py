@@ -70,6 +70,15 @@ def load_config(path: Path, values: Iterable[str] = ()) -> Config:
     return parse_config(tree, f"{name} and --set" if values else str(name))
 
 
+def read_peers_section(path: Path) -> dict[str, Any]:
+    """[peers] of a file or preset, which says how real peers deal with each other."""
+    path = config_file(path)
+    section = read_toml(path, f"{path}: no such configuration file.").get("peers", {})
+    if not isinstance(section, dict):
+        raise QuiverError(f"{path}: peers must be a section: write [peers].")
+    return section
+
+
 def _refuse_sweep(tree: Mapping[str, Any], path: Path) -> None:
     """Refuse a file for `quiver sweep` in place of a configuration."""
     keys = [key for key in SWEEP_KEYS if key in tree]
