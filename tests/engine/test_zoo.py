@@ -3,9 +3,11 @@ refused with a sentence."""
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,6 +250,17 @@ def both_losses(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
     return kinds + (outputs[:, 3] - targets["size"]) ** 2
 
 
+def pretrained(**options: Any) -> nn.Module:
+    """A network with BatchNorm whose weights come from a file, under a fresh head."""
+    with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(5)
+        torch.save(Images().state_dict(), Path(folder) / "weights.pt")
+        weights = Path(folder) / "weights.pt"
+        return qv.make_model(
+            "pretrained", (1, 6, 6), 4, source=Images, weights=weights, normalize="data", **options
+        )
+
+
 def adapted() -> nn.Module:
     return qv.lora(Transformer(), rank=2, targets=("attention", "linear1"))
 
@@ -285,6 +298,10 @@ ZOO = {
         lambda: qv.lora(NormedWords(), rank=2, targets=("body",), train=("head",)),
         sentences,
         stacks=False,
+    ),
+    "pretrained body from a file": Row(pretrained, images, stacks=False, convolutional=True),
+    "pretrained body, partly frozen": Row(
+        lambda: pretrained(train=["body.0"]), images, convolutional=True
     ),
     "BatchNorm made GroupNorm": Row(lambda: qv.group_norm(Normed())),
     "BatchNorm2d made GroupNorm": Row(lambda: qv.group_norm(Images()), images),
