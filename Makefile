@@ -17,7 +17,7 @@ demo: install
 	$(BIN)/quiver compare configs/quickstart.toml --methods local,fedavg,dfedpgp --out runs/demo
 
 test: install lint types
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3
 
 slow: install
 	$(BIN)/pytest -m slow
