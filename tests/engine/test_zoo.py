@@ -252,7 +252,7 @@ def both_losses(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
 
 def pretrained(**options: Any) -> nn.Module:
     """A network with BatchNorm whose weights come from a file, under a fresh head."""
-    with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(5)
         torch.save(Images().state_dict(), Path(folder) / "weights.pt")
         weights = Path(folder) / "weights.pt"
