@@ -142,7 +142,7 @@ class _Watch(Callback):
         self.times: list[float] = []
         self._clock = clock
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         self.times.append(self._clock())
 
 

@@ -67,7 +67,7 @@ def make_experiment(clients: int) -> Experiment:
 def measure(clients: int, speeds: str) -> Cost:
     """Repeats in turns: a stretch of four mean rounds, then a round."""
     made = make_experiment(clients).simulation
-    devices = Devices.drawn(clients, step=0.1, up=1e7, latency=0.05, **SPREADS[speeds])
+    devices = Devices.draw(clients, step=0.1, up=1e7, latency=0.05, **SPREADS[speeds])
     timing = qv.Timing(devices, waits="nobody", until=1e6)
     shard, other = made.shard(), made.shard()
     exchange = made.exchange(other)

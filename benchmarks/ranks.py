@@ -135,7 +135,7 @@ def _alone(work: str, size: int) -> Callable[[], object]:
 
 def _shared(ranks: Ranks, work: str, size: int) -> Callable[[], object]:
     if work == "mixing":
-        placement = Placement.balanced(np.ones(CLIENTS), ranks.size)
+        placement = Placement.balance(np.ones(CLIENTS), ranks.size)
         graph, columns = random_push(CLIENTS, NEIGHBORS)(0), Columns(ranks, placement)
         leaf = _leaf(placement.counts[ranks.rank], size)
         return lambda: columns.mix(graph, leaf)

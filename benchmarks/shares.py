@@ -90,7 +90,7 @@ class Clock(Callback):
 
         return call
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         now = time.thread_time()
         if self._begin is None:
             self.spent = {}

@@ -26,7 +26,7 @@ class CtrlC(qv.Callback):
     def __init__(self, round: int, times: int = 1) -> None:
         self._round, self._times = round, times
 
-    def finished(self, record: dict[str, Any]) -> None:
+    def on_round_end(self, record: dict[str, Any]) -> None:
         if record["round"] == self._round:
             for _ in range(self._times):
                 signal.raise_signal(signal.SIGINT)

@@ -349,9 +349,9 @@ class Filling:
     def __init__(self, folder: Path, fill: Callable[[int], None]) -> None:
         self._folder, self._fill = folder, fill
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None: ...
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None: ...
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         if record["round"] == 4:
             self._fill((self._folder / "history.jsonl").stat().st_size + 20)
 

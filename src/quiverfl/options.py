@@ -130,6 +130,16 @@ def _check_bound(name: str, value: Any, hint: Any, otherwise: str) -> None:
 Definition = TypeVar("Definition", bound=Callable[..., Any])
 
 
+class _OldName:
+    """Refuses an attribute that was renamed, of a class and of its objects."""
+
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        raise AttributeError(self._sentence)
+
+
 def refuse_old_names(**names: str) -> Callable[[Definition], Definition]:
     """Refuse keywords, and for a class attributes, that were renamed: old name → new name."""
 
@@ -140,7 +150,7 @@ def refuse_old_names(**names: str) -> Callable[[Definition], Definition]:
         renamed_parameters = {old for old, new in names.items() if new in parameters}
 
         @wraps(call)
-        def checked(*arguments: Any, **options: Any) -> Any:
+        def call_with_new_names(*arguments: Any, **options: Any) -> Any:
             for old in options.keys() & names.keys() & renamed_parameters:
                 raise QuiverError(
                     f"{owner.__name__}({old}=…): this is now called {names[old]}, so "
@@ -148,17 +158,13 @@ def refuse_old_names(**names: str) -> Callable[[Definition], Definition]:
                 )
             return call(*arguments, **options)
 
-        def __getattr__(self: Any, name: str) -> Any:
-            if name in names:
-                raise AttributeError(f"{owner.__name__}.{name} is now called {names[name]}")
-            raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r}")
-
         if not isinstance(owner, type):
-            return cast(Definition, checked)
+            return cast(Definition, call_with_new_names)
         kind: Any = owner
-        kind.__getattr__ = __getattr__
+        for old, new in names.items():
+            setattr(kind, old, _OldName(f"{owner.__name__}.{old} is now called {new}"))
         if kind.__init__ is not object.__init__:  # a NamedTuple has none of its own
-            kind.__init__ = checked
+            kind.__init__ = call_with_new_names
         return owner
 
     return decorate

@@ -72,7 +72,7 @@ def test_another_number_and_a_failure_are_found(monkeypatch: pytest.MonkeyPatch)
         off = 0.0 if method.name == "dfedpgp" or device == "cpu" else 1e-8
         return [leaf * (1 + off) for leaf in states]
 
-    monkeypatch.setattr(doctor, "_final", faulty)
+    monkeypatch.setattr(doctor, "_run_two_rounds", faulty)
     with pretended():
         found = {finding.what: finding for finding in doctor.laws("pretend")}
     assert found["dfedpgp, vectorized"].verdict == "ok"

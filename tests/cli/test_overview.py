@@ -29,11 +29,11 @@ def test_rounds_and_time_come_first_and_are_whole(
         for seed in (0, 1)
     ]
     with show_sweep(cells, {}, quiet=False) as watcher:
-        watcher.started(cells[0])
-        watcher.progressed(cells[0], 40, {"local": 0.8312, "mixed": 0.8111})
-        watcher.ended(Outcome(cells[0], "finished", 12.0))
-        watcher.started(cells[1])
-        watcher.progressed(cells[1], 40, {"local": 0.8312, "mixed": 0.8111})
+        watcher.on_cell_start(cells[0])
+        watcher.on_cell_progress(cells[0], 40, {"local": 0.8312, "mixed": 0.8111})
+        watcher.on_cell_end(Outcome(cells[0], "finished", 12.0))
+        watcher.on_cell_start(cells[1])
+        watcher.on_cell_progress(cells[1], 40, {"local": 0.8312, "mixed": 0.8111})
     shown = CODES.sub("", capsys.readouterr().err).replace("\r", "\n").rstrip().splitlines()
     whole, cell = shown[-2:]
     assert max(map(len, shown)) <= width

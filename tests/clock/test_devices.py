@@ -21,15 +21,15 @@ S = MICROSECONDS
 
 
 def test_drawn_devices_have_the_spread_and_the_extremes_that_are_named() -> None:
-    made = Devices.drawn(1000, step=0.5, spread=10, up=1e6, link_spread=4, seed=3)
+    made = Devices.draw(1000, step=0.5, spread=10, up=1e6, link_spread=4, seed=3)
     assert made.step.max() == pytest.approx(0.5, rel=0.01)
     assert made.step.max() / made.step.min() == pytest.approx(10, rel=0.01)
     assert made.up.max() / made.up.min() == pytest.approx(4, rel=0.01)
     np.testing.assert_array_equal(made.down, 4 * made.up)
     assert np.median(np.log(made.step)) == pytest.approx(np.log(0.5 / 10**0.5), abs=0.01)
-    again = Devices.drawn(1000, step=0.5, spread=10, up=1e6, link_spread=4, seed=3)
+    again = Devices.draw(1000, step=0.5, spread=10, up=1e6, link_spread=4, seed=3)
     np.testing.assert_array_equal(made.step, again.step)
-    normal = np.log(Devices.drawn(4000, step=2.0, sigma=0.5, seed=1).step)
+    normal = np.log(Devices.draw(4000, step=2.0, sigma=0.5, seed=1).step)
     assert (normal.mean(), normal.std()) == (
         pytest.approx(np.log(2), abs=0.03),
         pytest.approx(0.5, abs=0.02),

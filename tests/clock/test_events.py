@@ -149,7 +149,7 @@ def test_a_folder_is_resumed_and_knows_its_clock(tmp_path: Path) -> None:
     wanted = experiment.run()
 
     class Enough(qv.Callback):
-        def enough(self) -> bool:
+        def should_stop(self) -> bool:
             return True
 
     cut = experiment.run(tmp_path / "run", callbacks=[Enough()])
@@ -161,7 +161,7 @@ def test_a_folder_is_resumed_and_knows_its_clock(tmp_path: Path) -> None:
     assert read.summary["clock"] == 4.0
     assert experiment.method.step == "debiased"  # the default without waiting
     with pytest.raises(QuiverError, match="its seconds are its own"):
-        qv.retime(read, Devices.drawn(8))
+        qv.retime(read, Devices.draw(8))
 
 
 @settings(max_examples=25, deadline=None)
@@ -182,7 +182,7 @@ def test_mass_is_exact_at_every_instant(
     schedule = Push(devices, np.full(6, 4), np.full(6, 500), random_push(6, 2, seed=seed))
     seen: list[Job] = []
     for t in range(1, 20):
-        seen += schedule.until(t * S)
+        seen += schedule.jobs_until(t * S)
         assert sum(schedule.mass()) == 6 * UNIT
         assert all(job.units > 0 for job in schedule.running.values())
     assert [job.finish for job in seen] == sorted(job.finish for job in seen)
@@ -214,7 +214,7 @@ def test_pairs_meet_in_a_drawn_order_and_average() -> None:
     schedule = Pairs(devices, np.ones(6, np.int64), np.full(6, 100), seed=1)
     number = {job.number: job.client for job in schedule.running.values()}
     for t in range(1, 40):
-        for job in schedule.until(t * S):
+        for job in schedule.jobs_until(t * S):
             assert (job.own, job.gives) == (0.5, 1)
         number |= {job.number: job.client for job in schedule.running.values()}
         for job in schedule.running.values():

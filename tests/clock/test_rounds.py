@@ -166,7 +166,7 @@ TINY = {
 def test_a_run_and_its_folder_are_retimed_alike_and_learn_nothing_new(tmp_path: Path) -> None:
     experiment = qv.Experiment.of(TINY)
     live = experiment.run(tmp_path / "run")
-    devices = Devices.drawn(6, step=0.5, spread=10, up=1e4, link_spread=10, latency=0.1)
+    devices = Devices.draw(6, step=0.5, spread=10, up=1e4, link_spread=10, latency=0.1)
     timed, read = qv.retime(live, devices), qv.retime(tmp_path / "run", devices)
     steps = 2 * 3  # one epoch of three batches for each of two phases
     graphs = [experiment.topology(t) for t in range(3)]
@@ -185,7 +185,7 @@ def test_a_run_and_its_folder_are_retimed_alike_and_learn_nothing_new(tmp_path: 
     everybody = qv.retime(live, devices, waits="all")
     assert everybody.rounds["clock"].iloc[-1] >= timed.rounds["clock"].iloc[-1]
     with pytest.raises(QuiverError, match="7 devices for 6 clients"):
-        qv.retime(live, Devices.drawn(7))
+        qv.retime(live, Devices.draw(7))
     with pytest.raises(QuiverError, match='for "graph" or "all"'):
         qv.retime(live, devices, waits="nobody")
 
@@ -193,7 +193,7 @@ def test_a_run_and_its_folder_are_retimed_alike_and_learn_nothing_new(tmp_path: 
 def test_a_round_without_each_clients_steps_and_bytes_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    experiment, devices = qv.Experiment.of(TINY), Devices.drawn(6, step=0.5, spread=10)
+    experiment, devices = qv.Experiment.of(TINY), Devices.draw(6, step=0.5, spread=10)
     records = [condense_record(r, 5) for r in experiment.run()._history.records]
     with pytest.raises(QuiverError, match=r'set run\.history = "clients"'):
         time_records(records, experiment.topology, devices, "graph")
@@ -218,7 +218,7 @@ def test_a_run_whose_graphs_its_devices_made_is_not_retimed(
     run = qv.Experiment.of(tree).run(tmp_path / "run")
     for one in (run, tmp_path / "run"):
         with pytest.raises(QuiverError, match="on others it would be another run"):
-            qv.retime(one, Devices.drawn(6))
+            qv.retime(one, Devices.draw(6))
 
 
 def test_the_report_takes_a_file_of_devices(tmp_path: Path) -> None:
@@ -231,10 +231,8 @@ def test_the_report_takes_a_file_of_devices(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["rows"]
-    devices = Devices.drawn(6, step=0.5, spread=10, up=1e4)
-    timed = qv.retime(
-        tmp_path / "run", Devices.drawn(6, step=0.5, spread=10, up=1e4, server=12.5e6)
-    )
+    devices = Devices.draw(6, step=0.5, spread=10, up=1e4)
+    timed = qv.retime(tmp_path / "run", Devices.draw(6, step=0.5, spread=10, up=1e4, server=12.5e6))
     assert row["clock"] == timed.rounds["clock"].iloc[-1]
     assert row["joules"] == pytest.approx(timed.rounds["joules"].sum())
     assert devices.clients == 6

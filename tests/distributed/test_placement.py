@@ -14,16 +14,23 @@ from quiverfl.distributed.ranks import Placement
 
 
 def test_equal_clients_are_shared_out_equally_and_in_order() -> None:
-    placement = Placement.balanced(np.full(10, 7), 4)
+    placement = Placement.balance(np.full(10, 7), 4)
     assert sorted(placement.counts) == [2, 2, 3, 3]
-    assert np.concatenate([placement.on(rank) for rank in range(4)]).tolist() == list(range(10))
-    assert Placement(np.array([0, 2, 5, 7, 10])).counted(np.array([0, 5, 6, 9])) == [1, 0, 2, 1]
+    assert np.concatenate([placement.clients_of(rank) for rank in range(4)]).tolist() == list(
+        range(10)
+    )
+    assert Placement(np.array([0, 2, 5, 7, 10])).count_per_rank(np.array([0, 5, 6, 9])) == [
+        1,
+        0,
+        2,
+        1,
+    ]
 
 
 def test_work_is_balanced_not_clients() -> None:
     work = np.array([100] * 5 + [10] * 50)
-    placement = Placement.balanced(work, 2)
-    loads = [work[placement.on(rank)].sum() for rank in (0, 1)]
+    placement = Placement.balance(work, 2)
+    loads = [work[placement.clients_of(rank)].sum() for rank in (0, 1)]
     assert placement.counts[0] < 15
     assert max(loads) <= 0.6 * work.sum()
 
@@ -31,14 +38,14 @@ def test_work_is_balanced_not_clients() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_rank_has_a_client_however_unequal(ranks: int) -> None:
     for work in ([1000, 1, 1, 1, 1], [1, 1, 1, 1, 1000], [0, 0, 0, 0, 0]):
-        placement = Placement.balanced(np.array(work), ranks)
+        placement = Placement.balance(np.array(work), ranks)
         assert min(placement.counts) >= 1
         assert sum(placement.counts) == 5
 
 
 def test_more_ranks_than_clients_are_refused() -> None:
     with pytest.raises(qv.QuiverError, match="at most 3 ranks"):
-        Placement.balanced(np.ones(3), 4)
+        Placement.balance(np.ones(3), 4)
 
 
 @pytest.mark.parametrize(("columns", "ranks"), [(1, 2), (48, 4), (100_000, 3), (0, 2)])

@@ -21,10 +21,10 @@ class Noting(qv.Callback):
         self.seen: list[Any] = []
         self._last = last
 
-    def evaluated(self, round: int, stage: str, metrics: Any) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Any) -> None:
         self.seen.append((round, stage, float(metrics["loss"].mean())))
 
-    def enough(self) -> bool:
+    def should_stop(self) -> bool:
         return self.seen[-1][0] >= self._last
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ def test_a_callback_ends_a_run_and_the_run_is_that_of_so_many_rounds() -> None:
 
 def test_a_failing_callback_loses_nothing_and_the_others_are_closed() -> None:
     class Failing(qv.Callback):
-        def finished(self, record: Any) -> None:
+        def on_round_end(self, record: Any) -> None:
             if record["round"] == 1:
                 raise ValueError("the network is down")
 
@@ -64,12 +64,26 @@ def test_a_failing_callback_loses_nothing_and_the_others_are_closed() -> None:
     assert noting.seen[-1] == "closed"
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("evaluated", "on_evaluation"),
+        ("finished", "on_round_end"),
+        ("enough", "should_stop"),
+    ],
+)
+def test_a_callback_with_an_old_name_is_refused_with_the_new_one(old: str, new: str) -> None:
+    callback = type("Own", (qv.Callback,), {old: lambda *_: None})()
+    with pytest.raises(qv.QuiverError, match=f"'{old}', which is now called '{new}'"):
+        simulate(qv.DFedPGP(), PUSH(6), callbacks=[callback])
+
+
 def told(stopping: qv.EarlyStopping, means: list[float], metric: str = "accuracy") -> int:
     """After how many rounds it has had enough."""
     for round, mean in enumerate(means):
-        stopping.evaluated(round, "local", {metric: np.array([9.0, 9.0])})
-        stopping.evaluated(round, "mixed", {metric: np.array([mean - 0.1, mean + 0.1, np.nan])})
-        if stopping.enough():
+        stopping.on_evaluation(round, "local", {metric: np.array([9.0, 9.0])})
+        stopping.on_evaluation(round, "mixed", {metric: np.array([mean - 0.1, mean + 0.1, np.nan])})
+        if stopping.should_stop():
             return round + 1
     return 0
 
@@ -206,8 +220,8 @@ def test_a_notebook_shows_one_output_that_is_replaced(monkeypatch: pytest.Monkey
     module(monkeypatch, "IPython")
     module(monkeypatch, "IPython.display", display=display)
     bar = _Notebook("<mine>", 3)
-    bar.evaluated(2, "mixed", {"accuracy": np.array([0.25, 0.75])})
-    bar.finished({"round": 2})
+    bar.on_evaluation(2, "mixed", {"accuracy": np.array([0.25, 0.75])})
+    bar.on_round_end({"round": 2})
     assert '<progress value="0" max="3">' in shown[0]
     assert '<progress value="3" max="3">' in shown[-1]
     assert "&lt;mine&gt;: round 3/3" in shown[-1]

@@ -74,7 +74,7 @@ def test_mean_and_worst_tenth_of_hundredths_are_those_of_all_clients(tmp_path: P
     cuts = np.arange(101) * CLIENTS // 100
     assert np.array_equal(kept, [np.sort(last)[a:b].mean() for a, b in itertools.pairwise(cuts)])
     run = read_run(short.save(tmp_path / "run"))
-    assert run.condensed
+    assert run.is_condensed
     assert run.clients == CLIENTS
     assert run.client_name(4) == "hundredth 5"
     assert run.client_size(4) is None

@@ -225,12 +225,12 @@ def test_draws_look_random() -> None:
     normal = draws.normal((count,), torch.float64)
     assert abs(float(normal.mean())) < 4 / count**0.5
     assert abs(float(normal.std()) - 1) < 0.01
-    kept = draws.kept((100, 100, 20), 0.3).double()
+    kept = draws.keep_mask((100, 100, 20), 0.3).double()
     assert abs(float(kept.mean()) - 0.7) < 4 * (0.21 / count) ** 0.5
     for axis in (0, 1, 2):  # neighbours are not alike
         pairs = kept.flatten(), kept.roll(1, dims=axis).flatten()
         assert abs(float(torch.corrcoef(torch.stack(pairs))[0, 1])) < 4 / count**0.5
-    other = KeyedRandomMode(torch.tensor(6)).kept((100, 100, 20), 0.3).double()
+    other = KeyedRandomMode(torch.tensor(6)).keep_mask((100, 100, 20), 0.3).double()
     assert abs(float(torch.corrcoef(torch.stack([kept.flatten(), other.flatten()]))[0, 1])) < 0.01
 
 

@@ -42,7 +42,7 @@ def test_a_frozen_parameter_stays_is_not_sent_and_is_kept_once(executor: Any) ->
     x = torch.randn(4, 6)
     program = run._shard.context.program()
     point = run._shard.model(0, "mixed")
-    seen = program.call(program.named(point), x, features=False)
+    seen = program.call(program.named_params(point), x, features=False)
     torch.testing.assert_close(seen.outputs, run.personal(0)(x))
 
 

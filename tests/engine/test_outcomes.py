@@ -89,9 +89,9 @@ def test_a_run_that_diverges_leaves_what_it_had() -> None:
 
 def test_an_interrupted_run_leaves_what_it_had() -> None:
     class Impatient:
-        def evaluated(self, *_: Any) -> None: ...
+        def on_evaluation(self, *_: Any) -> None: ...
 
-        def finished(self, record: dict[str, Any]) -> None:
+        def on_round_end(self, record: dict[str, Any]) -> None:
             if record["round"] == 2:
                 raise KeyboardInterrupt
 

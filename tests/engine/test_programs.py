@@ -41,8 +41,8 @@ def test_tied_parameters_are_bound_in_every_place() -> None:
     point = task.initial_params(0)
     stacked = type(point)(*(part.double().unsqueeze(0) for part in point))
     x = torch.ones(1, 5, 3, dtype=torch.float64)
-    found = Sequential().see(program, stacked, x).outputs
-    weights = program.named(type(point)(*(part[0] for part in stacked)))
+    found = Sequential().forward(program, stacked, x).outputs
+    weights = program.named_params(type(point)(*(part[0] for part in stacked)))
     hidden = nn.functional.linear(x[0], weights["body.weight"], weights["body.bias"])
     hidden = nn.functional.linear(hidden, weights["body.weight"], weights["body.bias"])
     expected = nn.functional.linear(hidden, weights["head.weight"], weights["head.bias"])

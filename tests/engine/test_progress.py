@@ -24,8 +24,8 @@ def test_rounds_and_time_come_first_and_are_always_whole(
         for round in range(40):
             for stage in ("local", "mixed"):
                 metrics = {"accuracy": np.full(3, 0.8312), "loss": np.full(3, 1.0)}
-                watcher.evaluated(round, stage, metrics)
-            watcher.finished({"round": round})
+                watcher.on_evaluation(round, stage, metrics)
+            watcher.on_round_end({"round": round})
     last = CODES.sub("", capsys.readouterr().err).replace("\r", "\n").rstrip().splitlines()[-1]
     assert len(last) <= width
     assert re.match(rf"(━+╸?╺?━* )? *40/200 0:00:0\d \S+ +{label} +acc", last), last

@@ -78,7 +78,7 @@ def numbers_of(clients: int, numbers: int, seed: int = 0) -> Tensor:
 def coded(graph: Graph, coder: qv.Quantize, numbers: int, ids: Tensor | None = None) -> ColumnCode:
     clients = np.arange(graph.clients) if ids is None else ids.numpy()
     silent = np.flatnonzero(count_uploads(graph) == 0)
-    return ColumnCode(coder, Dither(5, 3).of("u", clients, numbers), silent)
+    return ColumnCode(coder, Dither(5, 3).for_leaf("u", clients, numbers), silent)
 
 
 def assertsame_bits(one: Tensor, other: Tensor) -> None:
@@ -149,7 +149,7 @@ def edges(code: ColumnCode, leaf: Tensor) -> Tensor:
     assert isinstance(code.compression, qv.Quantize)
     scales = code.compression.scales(split)
     if code.compression.is_random:
-        wanted = 1 - 2.0**-25 - code.dither.at(0, split.shape[1]).double()
+        wanted = 1 - 2.0**-25 - code.dither.take_blocks(0, split.shape[1]).double()
     else:
         wanted = torch.arange(BLOCK).double().expand(split.shape) % code.compression.levels + 0.5
     found = torch.zeros_like(split)

@@ -270,7 +270,7 @@ SENT = {
 @pytest.mark.parametrize("method", [row[0] for row in METHODS], ids=lambda m: m.title)
 def test_what_a_method_sends_is_found_out(method: Any) -> None:
     """By NaN; here by whether a message changes when the part does."""
-    probe = ModelProbe.here(tiny_task(), tiny_data(), torch.float64)
+    probe = ModelProbe.from_data(tiny_task(), tiny_data(), torch.float64)
     state = probe.first_state(method)
     sent = method.message(state)
     changes = []
@@ -345,7 +345,7 @@ def test_a_resumed_run_has_the_same_numbers(tmp_path: Path) -> None:
     calls: list[int] = []
 
     class Breaks(qv.Callback):
-        def finished(self, record: dict[str, Any]) -> None:
+        def on_round_end(self, record: dict[str, Any]) -> None:
             calls.append(record["round"])
             if record["round"] == 1:
                 raise RuntimeError("power cut")

@@ -271,8 +271,8 @@ BREAKS: list[tuple[str, Any, int, str]] = [
 )
 def test_a_broken_law_is_reported_with_its_sentence(method: Any, number: int, words: str) -> None:
     check = qv.check_method(method, skip=OTHERS - {number})
-    assert [one.number for one in check.broken] == [number]
-    assert re.search(words, check.broken[0].sentence), check
+    assert [one.number for one in check.broken_laws] == [number]
+    assert re.search(words, check.broken_laws[0].sentence), check
     assert f"law {number}, " in str(check)
 
 
@@ -283,14 +283,14 @@ def test_every_law_has_a_method_that_breaks_it() -> None:
 @pytest.mark.parametrize("method", [Alone(), Ala(right=True), Push(), example()(epochs=2)], ids=str)
 def test_a_lawful_method_breaks_none(method: Any) -> None:
     check = qv.check_method(method)
-    assert check.broken == ()
+    assert check.broken_laws == ()
     assert [one.verdict for one in check.verdicts] == ["kept"] * len(LAWS)
 
 
 def test_what_a_method_remembers_outside_of_its_state_breaks_no_law_on_looking_again() -> None:
     """Every run starts with a copy of the method, so a mistake is named for what it is."""
     method = CountsPersonal()
-    assert [one.number for one in qv.check_method(method, skip=OTHERS - {6, 13}).broken] == [6]
+    assert [one.number for one in qv.check_method(method, skip=OTHERS - {6, 13}).broken_laws] == [6]
     assert method.calls == [0]
 
 

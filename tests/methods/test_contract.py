@@ -346,7 +346,7 @@ def test_a_delay_on_a_star_is_refused_and_on_a_full_graph_is_that_of_its_matrix(
     with pytest.raises(qv.QuiverError, match=r"delay = 1 needs a graph on which every client"):
         simulate(qv.OSGP(epochs=1, delay=1), STAR(CLIENTS))
     full = qv.full(clients=CLIENTS)
-    rows = qv.Topology.fixed("rows", qv.Graph(full(0).sparse, full(0).active))
+    rows = qv.Topology.from_graph("rows", qv.Graph(full(0).sparse, full(0).active))
     folded, whole = (simulate(qv.OSGP(epochs=1, delay=1), t, rounds=4) for t in (full, rows))
     for one, other in zip(states(folded), states(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)

@@ -179,7 +179,7 @@ def test_a_refused_function_leaves_the_states_as_they_were() -> None:
     settings = qv.RunSettings(rounds=1, dtype=torch.float64)
     shard = Shard(tiny_task(), tiny_data(), shrinking, TRAINING, settings)
     before = [leaf.clone() for leaf in shard.state]
-    probe = ModelProbe.here(tiny_task(), tiny_data(), torch.float64)
+    probe = ModelProbe.from_data(tiny_task(), tiny_data(), torch.float64)
     with pytest.raises(qv.QuiverError, match="in place"):
         check_functions(shrinking, tiny_task(), probe, TRAINING, alike=True)
     assert all(torch.equal(a, b) for a, b in zip(before, shard.state, strict=True))
@@ -272,3 +272,11 @@ def test_attributes_of_earlier_versions_are_refused_with_the_new_name() -> None:
         training.rate(0)
     with pytest.raises(AttributeError, match=r"Trained\.reach is now called effective_lr_sum"):
         _ = qv.methods.Trained(*[torch.zeros(1)] * 6).reach  # type: ignore[attr-defined]
+    for kind, old, new in (
+        (qv.Topology, "fixed", "from_graph"),
+        (qv.Devices, "drawn", "draw"),
+        (qv.MethodCheck, "broken", "broken_laws"),
+        (qv.SweepResult, "failed", "failures"),
+    ):
+        with pytest.raises(AttributeError, match=rf"{kind.__name__}\.{old} is now called {new}"):
+            getattr(kind, old)

@@ -106,7 +106,7 @@ def test_a_roster_and_a_key_that_cannot_be_read_for_a_moment(tmp_path: Path) -> 
             )
         )
         (folders[0] / ROSTER).write_text("not a roster [")
-        await nodes[0].neighbours.tell({"peer-1"})
+        await nodes[0].neighbours.announce({"peer-1"})
         assert nodes[0].ctx.roster.refresh().names == ["peer-0", "peer-1"]
         assert not any(task.done() for task in tasks)
         await finish(*nodes, tasks=tasks)

@@ -42,12 +42,12 @@ def test_a_majority_of_the_others_decides(tmp_path: Path) -> None:
     assert notices.add(signed(folders[2], "peer-2"), roster)  # about itself: counts for nothing
     assert notices.add(signed(folders[0], "peer-1"), roster) == ""  # in another's name
     assert notices.add(EvictionNotice(by="peer-1", about="peer-2", store=STORE), roster) == ""
-    assert list(notices.decided(roster.names)) == []
+    assert list(notices.decisions(roster.names)) == []
     body = notices.add(signed(folders[1], "peer-1", ban=True), roster)
     assert body
-    assert list(notices.decided(roster.names)) == [("peer-2", STORE, False)]  # not to ban it
+    assert list(notices.decisions(roster.names)) == [("peer-2", STORE, False)]  # not to ban it
     assert notices.add(signed(folders[3], "peer-3", ban=True), roster)
-    assert list(notices.decided(roster.names))[-1] == ("peer-2", STORE, True)
+    assert list(notices.decisions(roster.names))[-1] == ("peer-2", STORE, True)
     kept = [notice.model_dump_json() for notice in notices.statements()]
     assert open_eviction_log(AGREED, kept).hash == notices.hash
     for number in range(2 * MAX_STATEMENTS):  # nobody fills another's disk

@@ -93,7 +93,7 @@ def test_a_round_from_another_state_has_other_noise(tmp_path: Path) -> None:
 def test_secret_noise_is_normal_and_keyed() -> None:
     def drawn(secret: bytes, round: int = 0, name: str = "u") -> Any:
         noise = Noise(1, "privacy", round, np.array([0, 3]), secret)
-        return noise.like(name, torch.zeros(2, 20_001, dtype=torch.float64)).numpy()
+        return noise.draw_like(name, torch.zeros(2, 20_001, dtype=torch.float64)).numpy()
 
     first = drawn(b"a")
     assert np.array_equal(first, drawn(b"a"))

@@ -119,7 +119,7 @@ def simulation(
 ) -> RankSimulation:
     data = tiny_data()
     federation = federation_of(data.train.sizes, data.test.sizes, chosen, ranks.size)
-    here = data.select(federation.placement.on(ranks.rank))
+    here = data.select(federation.placement.clients_of(ranks.rank))
     return RankSimulation(
         ranks,
         federation,
@@ -169,10 +169,10 @@ def message(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def mixed(ranks: Ranks) -> dict[str, torch.Tensor]:
     """What this rank's clients receive, for every graph, shape and type."""
-    placement = Placement.balanced(np.arange(1, 14), ranks.size)
+    placement = Placement.balance(np.arange(1, 14), ranks.size)
     columns, found = Columns(ranks, placement), {}
     for name, graph in ((name, make()) for name, make in GRAPHS.items()):
-        here = placement.on(ranks.rank)
+        here = placement.clients_of(ranks.rank)
         rows = here[np.isin(here, graph.senders)] if graph.one_row else here
         for leaf, shape in LEAVES.items():
             for dtype in (torch.float32, torch.float64):
@@ -191,7 +191,7 @@ def refused(ranks: Ranks, folder: Path) -> str:
     file = folder / "a-file"
     file.touch()
     try:
-        ranks.together(lambda: checkpoints.save(taken, file if ranks.rank == 0 else None))
+        ranks.run_on_all(lambda: checkpoints.save(taken, file if ranks.rank == 0 else None))
     except (RankFailed, OSError) as error:
         return str(error)
     return ""

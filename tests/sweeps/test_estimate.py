@@ -88,11 +88,11 @@ def test_a_trial_is_scaled_to_the_work_it_stands_for(
 ) -> None:
     """On a clock by which a step takes a second, a mixing or an evaluation half of one."""
 
-    def finished(self: Any, record: dict[str, Any]) -> None:
+    def on_round_end(self: Any, record: dict[str, Any]) -> None:
         cost = {"train_seconds": float(np.sum(record["steps"])), "mix_seconds": 0.5}
         self._records.append({**cost, "evaluate_seconds": 0.5})
 
-    monkeypatch.setattr(estimating._Keeping, "finished", finished)
+    monkeypatch.setattr(estimating._Keeping, "on_round_end", on_round_end)
     wanted = config(data={"samples_per_client": samples}, run={"evaluate_every": 2})
     # The trial has 10 clients with 10 samples, in training and in testing; the whole has 12.
     expected = steps + 0.5 * 12 / 10 + 0.5 * (12 * 10) / (10 * 10) / 2
@@ -112,8 +112,8 @@ def test_cells_weigh_what_they_were_estimated_at() -> None:
     long, short = Cell(config()), Cell(config(run={"rounds": 10}))
     tally = Tally([long, short], {long.name: 30.0, short.name: 10.0})
     assert tally.fraction == 0.0
-    tally.progressed(long, 1)
-    tally.progressed(long, 10)
+    tally.record_progress(long, 1)
+    tally.record_progress(long, 10)
     assert math.isclose(tally.fraction, 0.375)  # 10 of 20 rounds of three quarters
     tally.conclude(Outcome(short, "finished"))
     assert math.isclose(tally.fraction, 0.625)
@@ -125,7 +125,7 @@ def test_cells_weigh_what_they_were_estimated_at() -> None:
 def test_a_resumed_cell_counts_from_where_it_went_on() -> None:
     cell = Cell(config())
     tally = Tally([cell], {})
-    tally.progressed(cell, 11)  # the first ten were there
+    tally.record_progress(cell, 11)  # the first ten were there
     assert math.isclose(tally.fraction, 0.1)
 
 
@@ -133,9 +133,9 @@ def test_plain_lines_say_how_each_cell_ended() -> None:
     cell = Cell(config(), case="Digits")
     text = io.StringIO()
     lines = _Lines(Console(file=text, width=200), Tally([cell], {}))
-    lines.started(cell)
-    lines.progressed(cell, 3, {"local": 0.5})
-    lines.ended(Outcome(cell, "failed", 2.0, "no [memory] left"))
+    lines.on_cell_start(cell)
+    lines.on_cell_progress(cell, 3, {"local": 0.5})
+    lines.on_cell_end(Outcome(cell, "failed", 2.0, "no [memory] left"))
     assert text.getvalue() == (
         "[1 of 1 cells, 1 failed, about 0.0 s left] DFedAvgM, Digits, seed 0: failed in 2.0 s. "
         "no [memory] left\n"
@@ -150,9 +150,9 @@ def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
     display = Progress(*columns, console=Console(file=io.StringIO(), force_terminal=True))
     bars = _Bars(display, Tally(cells, {}))
     for cell in cells:
-        bars.started(cell)
-    bars.progressed(cells[0], 1, {})
-    bars.progressed(cells[0], 5, {"local": 0.25, "mixed": 0.5})
+        bars.on_cell_start(cell)
+    bars.on_cell_progress(cells[0], 1, {})
+    bars.on_cell_progress(cells[0], 5, {"local": 0.25, "mixed": 0.5})
     shown = [
         (task.description, task.completed, task.fields["done"], task.fields["score"])
         for task in display.tasks
@@ -162,7 +162,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_cell_that_runs() -> None:
         ("DFedAvgM, Digits, seed 0", 5, "5/20", "local 0.2500, mixed 0.5000"),
         ("DFedAvgM, Digits, seed 1", 0, "0/20", ""),
     ]
-    bars.ended(Outcome(cells[0], "finished", 1.0))
+    bars.on_cell_end(Outcome(cells[0], "finished", 1.0))
     assert [task.fields["done"] for task in display.tasks] == ["1 of 2 cells", "0/20"]
 
 

@@ -57,20 +57,20 @@ class Told:
         self.outcomes: list[Outcome] = []
         self.restarts: list[tuple[str, str, int]] = []
 
-    def started(self, cell: Cell) -> None:
+    def on_cell_start(self, cell: Cell) -> None:
         assert cell.name not in self.rounds
         self.rounds[cell.name] = []
 
-    def restarted(self, cell: Cell, why: str) -> None:
+    def on_cell_restart(self, cell: Cell, why: str) -> None:
         found = checkpoints(self._places.run(cell) / "checkpoints")
         newest = int(found[-1].stem.removeprefix("round-")) if found else 0
         self.restarts.append((cell.name, why, newest))
         self.rounds[cell.name] = []
 
-    def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
+    def on_cell_progress(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         self.rounds[cell.name].append(rounds)
 
-    def ended(self, outcome: Outcome) -> None:
+    def on_cell_end(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
 
 
@@ -246,8 +246,8 @@ def test_a_node_killed_half_way_costs_no_cell(tmp_path: Path) -> None:
 
         killed = False
 
-        def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
-            super().progressed(cell, rounds, scores)
+        def on_cell_progress(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
+            super().on_cell_progress(cell, rounds, scores)
             running = [
                 name
                 for name, seen in self.rounds.items()

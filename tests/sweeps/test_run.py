@@ -77,18 +77,18 @@ class Told:
         self.rounds: dict[str, list[int]] = {}
         self.outcomes: dict[str, Outcome] = {}
 
-    def started(self, cell: Cell) -> None:
+    def on_cell_start(self, cell: Cell) -> None:
         assert cell.name not in self.rounds
         self.rounds[cell.name] = []
 
-    def restarted(self, cell: Cell, why: str) -> None:
+    def on_cell_restart(self, cell: Cell, why: str) -> None:
         raise AssertionError(f"{cell.name} was restarted: {why}")
 
-    def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
+    def on_cell_progress(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         assert set(scores) == {"local", "mixed"}
         self.rounds[cell.name].append(rounds)
 
-    def ended(self, outcome: Outcome) -> None:
+    def on_cell_end(self, outcome: Outcome) -> None:
         self.outcomes[outcome.cell.case] = outcome
 
 

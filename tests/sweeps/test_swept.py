@@ -47,7 +47,7 @@ def test_a_dry_run_says_what_there_is_and_runs_nothing(tmp_path: Path) -> None:
 def test_its_cells_are_those_of_the_command(done: tuple[Path, qv.SweepResult]) -> None:
     folder, found = done
     assert found.cells["state"].tolist() == ["finished"] * 4
-    assert found.failed == {}
+    assert found.failures == {}
     assert len(found.runs) == 4
     run = found.runs[found.cells["cell"][2]]
     assert run.config["method"]["name"] == "dfedpgp"
@@ -93,7 +93,7 @@ def test_a_cell_that_fails_stops_no_other(tmp_path: Path) -> None:
     plan = {**PLAN, "methods": ["local"], "grid": {"training": {"lr": [0.1, 1e30]}}}
     found = qv.sweep(plan, tmp_path)
     assert sorted(found.cells["state"]) == ["diverged", "finished"]
-    assert "not finite" in next(iter(found.failed.values()))
+    assert "not finite" in next(iter(found.failures.values()))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview._Notebook, "pause", 0.0)
     cells = qv.sweep(PLAN, "nowhere", dry_run=True).plan.cells[:1]
     watcher = overview._Notebook(overview.Console(), overview.Tally(cells, {}))
-    watcher.started(cells[0])
-    watcher.progressed(cells[0], 1, {})
-    watcher.ended(overview.Outcome(cells[0], "finished", 1.0))
+    watcher.on_cell_start(cells[0])
+    watcher.on_cell_progress(cells[0], 1, {})
+    watcher.on_cell_end(overview.Outcome(cells[0], "finished", 1.0))
     assert "0 of 1 cells" in shown[0]
     assert "round 1/2" in shown[1]
     assert 'value="1.000"' in shown[-1]

@@ -123,7 +123,7 @@ def test_a_server_has_no_such_links() -> None:
 def test_weights_that_nobody_owns_are_refused() -> None:
     odd = Graph(sparse.csr_array([[0.5, 0.3], [0.1, 0.2]]), np.ones(2, dtype=bool))
     with pytest.raises(QuiverError, match="neither rows nor columns"):
-        unreliable(Topology.fixed("odd", odd), 0.1)
+        unreliable(Topology.from_graph("odd", odd), 0.1)
 
 
 def test_the_command_shows_it() -> None:

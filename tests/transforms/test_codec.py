@@ -28,7 +28,7 @@ types = st.sampled_from([torch.float32, torch.float64])
 
 
 def drawn(client: int, numbers: int) -> ClientDither:
-    return Dither(11, 5).of("u", np.array([client]), numbers)
+    return Dither(11, 5).for_leaf("u", np.array([client]), numbers)
 
 
 def leaf_of(numbers: int, scale: float, seed: int, dtype: torch.dtype) -> torch.Tensor:

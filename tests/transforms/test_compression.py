@@ -71,7 +71,7 @@ def test_rounding_is_right_on_average_and_off_by_a_step_at_most(bits: Any) -> No
     steps = coder.scales(x).max()
     total, rounds = torch.zeros_like(x), 200
     for t in range(rounds):
-        draws = Dither(0, t).of("u", np.arange(CLIENTS), NUMBERS)
+        draws = Dither(0, t).for_leaf("u", np.arange(CLIENTS), NUMBERS)
         found = transmit_columns(coder, draws, x, 0)
         assert (found - x).abs().max() <= 1.01 * steps
         total += found
@@ -82,7 +82,7 @@ def test_rounding_is_right_on_average_and_off_by_a_step_at_most(bits: Any) -> No
 
 def test_top_k_sends_the_largest_of_every_block_and_random_k_others_every_round() -> None:
     x = messages()["u"]
-    draws = [Dither(0, t).of("u", np.arange(CLIENTS), NUMBERS) for t in range(2)]
+    draws = [Dither(0, t).for_leaf("u", np.arange(CLIENTS), NUMBERS) for t in range(2)]
     top = transmit_columns(qv.TopK(fraction=0.1), draws[0], x, 0)
     block, sent = x[:, :BLOCK].abs(), top[:, :BLOCK] != 0
     assert (sent.sum(dim=1) == 10).all()
@@ -96,17 +96,20 @@ def test_top_k_sends_the_largest_of_every_block_and_random_k_others_every_round(
 
 def test_noise_depends_on_seed_round_leaf_client_and_block_alone() -> None:
     clients = np.array([5, 3, 2000, 4])
-    draws = Dither(7, 1).of("u", clients, 10 * BLOCK)
-    whole = draws.at(0, 10)
-    assert torch.equal(draws.at(4, 1), whole[:, 4:5])
-    lone = Dither(7, 1).of("u", np.array([2000]), 10 * BLOCK)
-    assert torch.equal(lone.at(0, 10)[0], whole[2])
-    rows = Dither(7, 1).of("u", np.arange(6), 10 * BLOCK)
-    assert torch.equal(rows.at(4, 1)[3:6, 0], whole[[1, 3, 0], 4])
-    others = [Dither(8, 1).of("u", clients, BLOCK), Dither(7, 2).of("u", clients, BLOCK)]
-    others.append(Dither(7, 1).of("v", clients, BLOCK))
-    assert all(not torch.equal(other.at(0, 1), whole[:, :1]) for other in others)
-    many = Dither(0, 0).of("u", np.arange(ROWS), BLOCK).at(0, 1)
+    draws = Dither(7, 1).for_leaf("u", clients, 10 * BLOCK)
+    whole = draws.take_blocks(0, 10)
+    assert torch.equal(draws.take_blocks(4, 1), whole[:, 4:5])
+    lone = Dither(7, 1).for_leaf("u", np.array([2000]), 10 * BLOCK)
+    assert torch.equal(lone.take_blocks(0, 10)[0], whole[2])
+    rows = Dither(7, 1).for_leaf("u", np.arange(6), 10 * BLOCK)
+    assert torch.equal(rows.take_blocks(4, 1)[3:6, 0], whole[[1, 3, 0], 4])
+    others = [
+        Dither(8, 1).for_leaf("u", clients, BLOCK),
+        Dither(7, 2).for_leaf("u", clients, BLOCK),
+    ]
+    others.append(Dither(7, 1).for_leaf("v", clients, BLOCK))
+    assert all(not torch.equal(other.take_blocks(0, 1), whole[:, :1]) for other in others)
+    many = Dither(0, 0).for_leaf("u", np.arange(ROWS), BLOCK).take_blocks(0, 1)
     assert len(torch.unique(many[:, 0, :4], dim=0)) == ROWS
     assert 0 < float(many.min()) < 1e-3
     assert 0.999 < float(many.max()) < 1

@@ -131,7 +131,7 @@ def decoded(compression: Compression, u: torch.Tensor, round: int) -> torch.Tens
 
 @cache
 def draws_of(round: int) -> ClientDither:
-    return Dither(SEED, round).of("u", np.arange(CLIENTS), NUMBERS)
+    return Dither(SEED, round).for_leaf("u", np.arange(CLIENTS), NUMBERS)
 
 
 def weighted(matrix: Any, rows: torch.Tensor) -> torch.Tensor:

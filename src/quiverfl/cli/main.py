@@ -181,7 +181,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def about(
+def show_version_or_help(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
@@ -199,16 +199,16 @@ def main() -> None:
     try:
         app()
     except Diverged as error:
-        _say("diverged", error)
+        _print_error("diverged", error)
         sys.exit(3)
     except QuiverError as error:
-        _say("error", error)
+        _print_error("error", error)
         sys.exit(2)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full and not error.filename:
             raise  # nothing that a person could look at
-        _say("error", _about_file(error, full))
+        _print_error("error", _about_file(error, full))
         sys.exit(2)
 
 
@@ -223,7 +223,7 @@ def _about_file(error: OSError, full: bool) -> str:
     return f"{name}: {error.strerror}. Choose another path, or make this one accessible."
 
 
-def _say(what: str, error: object) -> None:
+def _print_error(what: str, error: object) -> None:
     if not is_first_on_machine():  # every rank of a machine would say the same
         return
     console = Console(stderr=True, highlight=False)
@@ -315,13 +315,13 @@ NAME = "quiver-plain"
 
 def allow_any_encoding() -> None:
     """For standard output and error, unless somebody chose another way for what they lack."""
-    codecs.register_error(NAME, _plain)
+    codecs.register_error(NAME, _replace_unprintable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "backslashreplace"):
             stream.reconfigure(errors=NAME)
 
 
-def _plain(error: UnicodeError) -> tuple[str, int]:
+def _replace_unprintable(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letters = error.object[error.start : error.end]

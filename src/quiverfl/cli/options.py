@@ -212,18 +212,18 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         listed += own
 
     @functools.wraps(command)
-    def expanded(**values: Any) -> None:
+    def call_command(**values: Any) -> None:
         made = {
             name: kind(**{one.name: values.pop(one.name) for one in own})
             for name, (kind, own) in groups.items()
         }
         command(**made, **values)
 
-    expanded.__dict__["__signature__"] = signature.replace(
+    call_command.__dict__["__signature__"] = signature.replace(
         parameters=listed, return_annotation=None
     )
-    expanded.__annotations__ = {one.name: one.annotation for one in listed}
-    return expanded
+    call_command.__annotations__ = {one.name: one.annotation for one in listed}
+    return call_command
 
 
 def split_words(text: str, separator: str) -> list[str]:

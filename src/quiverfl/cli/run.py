@@ -273,12 +273,12 @@ def run_and_print(
     """Without settings they are rank 0's."""
     from quiverfl.runs.folder import RunFolder
 
-    def again() -> str:
+    def how_to_continue() -> str:
         if not RunFolder(folder).holds_run():
             return "nothing was written yet: run the same command again."
         return f"`quiver resume {folder}` continues from the last checkpoint."
 
-    with _explain_how_to_continue(again) as stop:
+    with _explain_how_to_continue(how_to_continue) as stop:
         summary = _run_on_rank_or_here(settings, folder, quiet or json_, stop, continues)
     if own_rank() > 0:
         return
@@ -326,7 +326,7 @@ def _run(settings: Config, folder: Path, label: str, quiet: bool, stop: Stop) ->
 
 
 @contextlib.contextmanager
-def _explain_how_to_continue(again: Callable[[], str]) -> Iterator[Stop]:
+def _explain_how_to_continue(how_to_continue: Callable[[], str]) -> Iterator[Stop]:
     """Ctrl-C ends a run at once, SIGTERM after the round it is in: both say how to continue it.
 
     A second SIGTERM ends the process at once; that loses no more than the rounds since the last
@@ -342,10 +342,10 @@ def _explain_how_to_continue(again: Callable[[], str]) -> Iterator[Stop]:
     try:
         yield asked.is_set
     except KeyboardInterrupt:
-        _print_error(f"interrupted; {again()}")
+        _print_error(f"interrupted; {how_to_continue()}")
         raise
     except Stopped as stopped:
-        _print_error(f"stopped by SIGTERM after round {stopped.rounds}; {again()}")
+        _print_error(f"stopped by SIGTERM after round {stopped.rounds}; {how_to_continue()}")
         raise typer.Exit(TERMINATED) from stopped
     finally:
         signal.signal(signal.SIGTERM, before)

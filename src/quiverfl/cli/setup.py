@@ -201,13 +201,13 @@ class Finding:
 def examine_device(device: str) -> Iterator[Finding]:
     """One finding after the other; a device that cannot be used at all is refused first."""
     RunSettings(rounds=0, device=device).check_device()
-    yield from _about(device)
+    yield from _describe_device(device)
     yield from laws(device)
     yield from throughput(device)
     yield from memory(device)
 
 
-def _about(device: str) -> Iterator[Finding]:
+def _describe_device(device: str) -> Iterator[Finding]:
     name = platform.processor() or platform.machine()
     if torch.device(device).type == "cuda":
         found = torch.cuda.get_device_properties(torch.device(device))
@@ -236,12 +236,18 @@ def laws(device: str) -> Iterator[Finding]:
 def _law(name: str, model: str, method: Method, device: str) -> Iterator[Finding]:
     narrow = torch.device(device).type in NO_FLOAT64
     dtype = torch.float32 if narrow else torch.float64
-    here = _final(model, method, "cpu", "vectorized", dtype)
+    here = _run_two_rounds(model, method, "cpu", "vectorized", dtype)
     executors: tuple[ExecutorName, ...] = ("vectorized", "sequential")
     for executor in executors:
         what = f"{name}, {executor}"
         try:
-            difference = max(map(_relative, here, _final(model, method, device, executor, dtype)))
+            difference = max(
+                map(
+                    _relative_difference,
+                    here,
+                    _run_two_rounds(model, method, device, executor, dtype),
+                )
+            )
         except (QuiverError, RuntimeError, TypeError, NotImplementedError) as error:
             words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}"
             yield Finding("laws", what, words, "the CPU's numbers", "failed")
@@ -250,7 +256,7 @@ def _law(name: str, model: str, method: Method, device: str) -> Iterator[Finding
         yield Finding("laws", what, f"{difference:.1e}", f"≤ {AGREEMENT[dtype]:.0e}", verdict)
 
 
-def _final(
+def _run_two_rounds(
     model: str, method: Method, device: str, executor: ExecutorName, dtype: torch.dtype
 ) -> list[Tensor]:
     """The states after two rounds of a tiny federation with ragged data."""
@@ -262,7 +268,7 @@ def _final(
     return [leaf.cpu() for leaf in run._shard.state]
 
 
-def _relative(mine: Tensor, theirs: Tensor) -> float:
+def _relative_difference(mine: Tensor, theirs: Tensor) -> float:
     if not mine.numel():
         return 0.0
     scale = float(mine.double().abs().max()) or 1.0
@@ -280,7 +286,7 @@ def throughput(device: str) -> Iterator[Finding]:
             one = _simulation(model, SMALL_IMAGE, METHODS["dfedavgm"](), settings)
             run = one.run()
             ours = float(run.rounds["train_seconds"].min())
-            bare = _bare(one, torch.device(device))
+            bare = _run_bare_sgd(one, torch.device(device))
             verdict: Verdict = "ok" if ours <= SLOW * bare else "slow"
             words = f"{ours:.3f} s a round, {ours / bare:.2f} of the bare loop"
             yield Finding(
@@ -288,7 +294,7 @@ def throughput(device: str) -> Iterator[Finding]:
             )
 
 
-def _bare(one: Simulation, device: torch.device) -> float:
+def _run_bare_sgd(one: Simulation, device: torch.device) -> float:
     """The same number of SGD steps, client after client, with nothing of Quiver between.
 
     On one thread of the CPU, as the run is that it is compared with.
@@ -346,7 +352,7 @@ def memory(device: str) -> Iterator[Finding]:
         else:
             x = first_leaf(one.data.train.x)[:1].expand(BATCH, *shape).contiguous()
             found = saved_bytes(one.task, x, settings.dtype)
-            expected = count_activations(one.task, one.data, settings.dtype).of(BATCH)
+            expected = count_activations(one.task, one.data, settings.dtype).at_batch(BATCH)
         verdict: Verdict = "ok" if expected / OFF <= found <= expected * OFF else "differs"
         yield Finding("memory", model, _mb(found), f"{_mb(expected)} predicted", verdict)
 

@@ -143,7 +143,7 @@ def show(
             )
         )
         if topology.reports is not None:
-            _print(_looking(topology.reports))
+            _print(_describe_reports(topology.reports))
         for reason in report.left_out:
             _print(f"left out: {reason}")
     if picture is not None:
@@ -209,7 +209,7 @@ def time(
         print(f"picture: {picture}")
 
 
-def _looking(looks: ReportSpec) -> str:
+def _describe_reports(looks: ReportSpec) -> str:
     told = [name for name in ("loss", "norm") if getattr(looks, name)]
     told += [f"sketch of {looks.sketch} numbers"] if looks.sketch else []
     return (

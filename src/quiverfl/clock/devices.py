@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quiverfl.errors import QuiverError
+from quiverfl.options import refuse_old_names
 from quiverfl.seeds import stream
 from quiverfl.types import Floats, Integers
 
@@ -88,6 +89,7 @@ class Trace:
         return base, bisect_right(self.begins, t - base) - 1
 
 
+@refuse_old_names(drawn="draw")
 @dataclass(frozen=True, eq=False)
 class Devices:
     """What clients compute and communicate with. Numbers hold for all, arrays for one client each.
@@ -158,7 +160,7 @@ class Devices:
         return np.maximum(1, np.round(steps * self.step * MICROSECONDS)).astype(np.int64)
 
     @classmethod
-    def drawn(
+    def draw(
         cls,
         clients: int,
         *,

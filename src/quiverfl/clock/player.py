@@ -47,7 +47,7 @@ class Player:
 
     def train_until(self, t: int) -> int:
         """Carry out all jobs that end up to t; how many there were."""
-        jobs = self.schedule.until(t)
+        jobs = self.schedule.jobs_until(t)
         levels: dict[int, list[Job]] = defaultdict(list)
         level: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -129,7 +129,7 @@ class Player:
 
     def replay(self, t: int) -> None:
         """Bring the schedule to where it was at t, after `merge_running(t)`."""
-        for job in self.schedule.until(t):
+        for job in self.schedule.jobs_until(t):
             self._rounds[job.client] = job.round
             self._last[job.client], self._own[job.client] = job.number, job.own
         running = self.schedule.running.values()

@@ -113,17 +113,17 @@ def run_events(
             # Not of those who have taken something since they trained: it was kept before.
             kept = list(shard.local.points)
             shard.keep_local_models(~np.isin(np.arange(len(shard.ids)), kept))
-        recorder.evaluated(k, "local", shard.evaluate(k, "local"))
+        recorder.on_evaluation(k, "local", shard.evaluate(k, "local"))
         clock.lap("evaluate_seconds")
         player.merge_running(times[k])
         clock.lap("mix_seconds")
-        recorder.evaluated(k, "mixed", shard.evaluate(k, "mixed"))
+        recorder.on_evaluation(k, "mixed", shard.evaluate(k, "mixed"))
         state = shard.record(evaluated=True)
         clock.lap("evaluate_seconds")
         after = _Totals.of(schedule, times[k])
         spent = after.record(before)
         held, flying = schedule.mass()
-        recorder.finished(
+        recorder.on_round_end(
             {
                 **{"round": k, **clock.record(), **state, **spent, "jobs": jobs},
                 "in_flight": flying / (held + flying),
@@ -232,11 +232,11 @@ class _Stamp:
     def __init__(self, recorder: Recorder, clock: RoundClock) -> None:
         self._recorder, self._clock = recorder, clock
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        self._recorder.evaluated(round, stage, metrics)
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
+        self._recorder.on_evaluation(round, stage, metrics)
 
-    def finished(self, record: Record) -> None:
-        self._recorder.finished(self._clock.stamp(record))
+    def on_round_end(self, record: Record) -> None:
+        self._recorder.on_round_end(self._clock.stamp(record))
 
 
 def advance_by_record(timer: RoundTimer, record: Record, graph: Graph) -> RoundTimes:

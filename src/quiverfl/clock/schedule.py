@@ -72,7 +72,7 @@ class Schedule:
         for client in range(clients):
             self._begin(client, 0, 0, UNIT, [])
 
-    def until(self, t: int) -> list[Job]:
+    def jobs_until(self, t: int) -> list[Job]:
         """The jobs that end up to and including t, after those that were asked for before."""
         with _without_collector():
             return self._play(t)

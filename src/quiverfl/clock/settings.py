@@ -219,7 +219,7 @@ def make_devices(
         traces = draw_traces(clients, devices.away, devices.mean_on, seed)
     else:
         traces = read_traces(Path(devices.traces), clients, seed)
-    drawn = Devices.drawn(
+    drawn = Devices.draw(
         clients,
         step=devices.step,
         spread=devices.spread,

@@ -67,7 +67,7 @@ def compare_waiting(
             kind, bars, times[-1].mixed, np.full(clients, rounds), devices, work
         )
     horizon = int(timer.advance(push(rounds), work, size).began.max())  # as long as in step
-    jobs = Push(devices, work, size, push).until(horizon)
+    jobs = Push(devices, work, size, push).jobs_until(horizon)
     found["nobody"] = _summarize_jobs(jobs, horizon, devices, work)
     return found
 

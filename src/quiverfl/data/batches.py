@@ -62,7 +62,7 @@ class BatchPlan:
     steps: Integers
     group_counts: Integers
 
-    def first(self, most: int) -> BatchPlan:
+    def truncate(self, most: int) -> BatchPlan:
         """The first steps only."""
         cut = (self.samples[:, :most], self.counts[:, :most], self.epochs[:, :most])
         return BatchPlan(*cut, np.minimum(self.steps, most), self.group_counts[:, :most])
@@ -104,7 +104,7 @@ class BatchPlan:
         return list(zip(self.clients, self._widths.tolist(), strict=False))
 
     @cached_property
-    def padded(self) -> Flags:
+    def has_padding(self) -> Flags:
         """Whether anybody in the group is padded, of every step."""
         counts = self.group_counts
         flags: Flags = np.any((counts > 0) & (counts < self._widths), axis=0)
@@ -159,7 +159,7 @@ def plan_batches(
         samples[client, at, place % batch[client]] = visits[taken]
     counts = _count_samples(steps, sizes, batch, per_epoch)
     whole = BatchPlan(samples, counts, np.arange(count) // per_epoch[:, None], steps, counts)
-    return whole if most_steps is None else whole.first(most_steps)
+    return whole if most_steps is None else whole.truncate(most_steps)
 
 
 def count_batches(

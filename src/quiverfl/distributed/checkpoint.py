@@ -116,7 +116,7 @@ class GatheredCheckpoints:
                 part = self._send_parts(name, checkpoint.tensors[name])
             if part is not None:
                 tensors[self._rename(name, -1)] = part
-        here = self.placement.on(self.ranks.rank)
+        here = self.placement.clients_of(self.ranks.rank)
         own = {client - self._first: values for client, values in metrics.items() if client in here}
         history = History() if checkpoint is None else checkpoint.history
         return Checkpoint(round, tensors, own, history)

@@ -65,7 +65,7 @@ class Columns:
             self._unpack(flat, *returning)
         return leaf
 
-    def dealt(self, flat: Tensor, width: int) -> Iterator[tuple[Block, Tensor]]:
+    def deal_columns(self, flat: Tensor, width: int) -> Iterator[tuple[Block, Tensor]]:
         """Blocks of columns, cut at multiples of a width, with all rows of this rank's columns."""
         counts = self.placement.counts
         blocks = cut(flat.shape[1], width, sum(counts) * flat.element_size(), self.ranks.size)
@@ -77,7 +77,7 @@ class Columns:
     ) -> Tensor:
         """`total` + Σ work(all rows of `width` columns). Each rank computes some columns, and the
         results are added in the order of columns."""
-        for block, whole in self.dealt(flat, width):
+        for block, whole in self.deal_columns(flat, width):
             cuts = block.cuts
             parts = total.new_zeros(-(-(cuts[-1] - cuts[0]) // width), *total.shape)
             first = (cuts[self.ranks.rank] - cuts[0]) // width
@@ -93,7 +93,7 @@ class Columns:
 
     def _common_row(self, graph: Graph, flat: Tensor) -> Tensor:
         """The one sum that all clients receive. Each rank computes some of its columns."""
-        counts = self.placement.counted(graph.senders)
+        counts = self.placement.count_per_rank(graph.senders)
         row = flat.new_empty(flat.shape[1])
         blocks = cut(flat.shape[1], NARROWEST, sum(counts) * flat.element_size(), self.ranks.size)
         for block, whole, _ in self._dealt(flat, counts, blocks):

@@ -63,7 +63,7 @@ class RankNeeds:
 
     def memory(self, ranks: int) -> int:
         """Of the rank that needs most."""
-        placement = Placement.balanced(self.work, ranks)
+        placement = Placement.balance(self.work, ranks)
         blocks = 0 if ranks == 1 else BLOCKS * BLOCK_BYTES
         counts = np.array(placement.counts)
         examples = np.add.reduceat(self.examples, placement.cuts[:-1])

@@ -48,7 +48,7 @@ class Placement:
     cuts: Integers
 
     @classmethod
-    def balanced(cls, work: Integers | Floats, ranks: int) -> Placement:
+    def balance(cls, work: Integers | Floats, ranks: int) -> Placement:
         """Split where the cumulative work is nearest to each rank's even part."""
         clients = len(work)
         if ranks > clients:
@@ -79,11 +79,11 @@ class Placement:
         """How many clients each rank has."""
         return [int(count) for count in np.diff(self.cuts)]
 
-    def on(self, rank: int) -> Integers:
+    def clients_of(self, rank: int) -> Integers:
         """The clients of one rank."""
         return np.arange(self.cuts[rank], self.cuts[rank + 1])
 
-    def counted(self, clients: Integers) -> list[int]:
+    def count_per_rank(self, clients: Integers) -> list[int]:
         """How many of these clients each rank has."""
         ends = np.searchsorted(np.sort(clients), self.cuts)
         return [int(count) for count in np.diff(ends)]
@@ -113,7 +113,7 @@ class Ranks:
         finally:
             dist.destroy_process_group()
 
-    def together(self, work: Callable[[], Result]) -> Result:
+    def run_on_all(self, work: Callable[[], Result]) -> Result:
         """Do the work on every rank; if it fails on one of them, it fails on all.
 
         Of several failures the first rank's is raised, of divergences the first client's.

@@ -61,14 +61,14 @@ def run_on_ranks(
     check_same(ranks, {"quiverfl": quiverfl.__version__, "torch": str(torch.__version__)}, config)
     folder = RunFolder(path) if ranks.rank == 0 else None
     with _lock_folder(ranks, folder, continues or restart_count() > 0):
-        finished = ranks.together(lambda: folder and read_finished_summary(config, folder, None))
+        finished = ranks.run_on_all(lambda: folder and read_finished_summary(config, folder, None))
         finished = ranks.from_first(finished)
         if finished:
             return dict(finished)
-        prepared = ranks.together(lambda: _prepare(config, ranks))
+        prepared = ranks.run_on_all(lambda: _prepare(config, ranks))
         check_same(ranks, prepared.digests)
-        ranks.together(prepared.simulation.check)
-        resume = ranks.together(lambda: prepared.open(folder) if folder else None)
+        ranks.run_on_all(prepared.simulation.check)
+        resume = ranks.run_on_all(lambda: prepared.open(folder) if folder else None)
         done_rounds = ranks.from_first(0 if resume is None else resume.round)
         if ranks.any(stop()):
             raise Stopped(done_rounds)
@@ -132,7 +132,7 @@ def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
     train, test = (np.array([len(s) for s in part]) for part in (partition.train, partition.test))
     federation = federation_of(train, test, settings, ranks.size)
     augment = None if config.data.augment == "none" else config.data.augment
-    here = partition.select(federation.placement.on(ranks.rank).tolist())
+    here = partition.select(federation.placement.clients_of(ranks.rank).tolist())
     simulation = RankSimulation(
         ranks,
         federation,
@@ -160,7 +160,7 @@ def _lock_folder(ranks: Ranks, folder: RunFolder | None, continues: bool) -> Ite
             if not continues:
                 folder.refuse_unfinished()
 
-        ranks.together(lock)
+        ranks.run_on_all(lock)
         yield
 
 

@@ -121,7 +121,7 @@ class RankSimulation:
             else:
                 keep(write)
 
-        self.ranks.together(work)
+        self.ranks.run_on_all(work)
 
     def _agree(self, before: Measurement | None) -> tuple[Measurement | None, RunSettings]:
         """Choices of a trial, and chunk: the same on all ranks, which then form the same groups."""
@@ -129,11 +129,11 @@ class RankSimulation:
         device = torch.device(settings.device)
         if settings.has_trial:
             measured = ranks.from_first(before)
-            if measured is None or not measured.answers(settings):
-                measured = ranks.from_first(ranks.together(self._measure))
+            if measured is None or not measured.matches(settings):
+                measured = ranks.from_first(ranks.run_on_all(self._measure))
         if device.type == "cuda":
             given = (self.task, self.data, self.method, self.training, settings)
-            rooms = ranks.objects(ranks.together(lambda: choose_chunk(*given)))
+            rooms = ranks.objects(ranks.run_on_all(lambda: choose_chunk(*given)))
             settings = replace(settings, chunk=min(rooms))
         return measured, settings
 
@@ -148,7 +148,7 @@ def federation_of(train: Integers, test: Integers, settings: RunSettings, ranks:
     """Clients placed so that every rank has about as many samples to visit."""
     epochs = settings.epochs_per_client
     own = None if epochs is None else np.asarray(epochs, dtype=np.int64)
-    return Federation(Placement.balanced(work_of(train, settings), ranks), train, test, own)
+    return Federation(Placement.balance(work_of(train, settings), ranks), train, test, own)
 
 
 def work_of(train: Integers, settings: RunSettings) -> Integers:

@@ -46,10 +46,10 @@ class RankWorld:
 
     @cached_property
     def ids(self) -> Integers:
-        return self._placement.on(self.ranks.rank)
+        return self._placement.clients_of(self.ranks.rank)
 
     @cached_property
-    def everybody(self) -> Integers:
+    def all_ids(self) -> Integers:
         return np.arange(self._placement.clients)
 
     @property
@@ -67,7 +67,7 @@ class RankWorld:
     def rows_of(self, clients: Integers) -> Integers:
         return clients[np.isin(clients, self.ids)] - int(self.ids[0])
 
-    def here(self, flags: Flags) -> Flags:
+    def select_local(self, flags: Flags) -> Flags:
         return flags[self.ids]
 
     def gather(self, own: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class RankWorld:
         # Gathered they are in the order of ranks.
         owner = np.searchsorted(self._placement.cuts, clients, side="right")
         back = torch.from_numpy(np.argsort(np.argsort(owner, kind="stable"), kind="stable"))
-        return self.ranks.rows(own, self._placement.counted(clients))[back]
+        return self.ranks.rows(own, self._placement.count_per_rank(clients))[back]
 
     def groups(self, chosen: Integers, width: int, blocks: int = 1) -> Iterator[ClientGroup]:
         federation = self.federation
@@ -94,7 +94,7 @@ class RankWorld:
     def sum_rows(self, leaf: Tensor) -> Tensor:
         """Columns are added up here and there, and put together everywhere."""
         total = leaf.new_zeros(leaf.shape[1], dtype=torch.float64)
-        for block, whole in self.columns.dealt(leaf, NARROWEST):
+        for block, whole in self.columns.deal_columns(leaf, NARROWEST):
             begin = block.cuts[self.ranks.rank]
             total[begin : begin + whole.shape[1]] = whole.sum(dim=0, dtype=torch.float64)
         return self.ranks.total(total)
@@ -107,5 +107,5 @@ class RankWorld:
     def mix(self, graph: Graph, leaf: Tensor, multiple: int = NARROWEST) -> Tensor:
         return self.columns.mix(graph, leaf, multiple)
 
-    def together(self, work: Callable[[], Answer]) -> Answer:
-        return self.ranks.together(work)
+    def run_on_all(self, work: Callable[[], Answer]) -> Answer:
+        return self.ranks.run_on_all(work)

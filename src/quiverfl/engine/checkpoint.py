@@ -133,7 +133,7 @@ class Checkpoint:
             local[f"{row}/personal"] = point.personal
         for row, statistics in shard.local.statistics.items():
             local[f"{row}/statistics"] = statistics
-        if local and len(shard.world.everybody) > MANY:
+        if local and len(shard.world.all_ids) > MANY:
             local = _stack_rows(local, len(shard.ids))
         tensors.update((f"local/{name}", leaf) for name, leaf in local.items())
         for number, buffers in shard.buffers.items():
@@ -175,9 +175,9 @@ class Checkpoint:
                 )
             leaf.copy_(saved)
         device = next(iter(shard.state)).device
-        flying = _below(self.tensors, "flight/")
+        flying = _take_below(self.tensors, "flight/")
         exchange.restore({name: leaf.to(device, copy=True) for name, leaf in flying.items()})
-        kept = _below(self.tensors, "local/")
+        kept = _take_below(self.tensors, "local/")
         if "rows" in kept:
             kept = _unstack_rows(kept)
         rows = sorted({int(name.split("/")[0]) for name in kept})
@@ -194,11 +194,11 @@ class Checkpoint:
         if "visits" in self.tensors:
             shard.visits = self.tensors["visits"].cpu().numpy().copy()
         shard.buffers.clear()
-        for name, leaf in _below(self.tensors, "optimizer/").items():
+        for name, leaf in _take_below(self.tensors, "optimizer/").items():
             number, _, buffer = name.partition("/")
             shard.buffers.setdefault(int(number), {})[buffer] = leaf.to(device, copy=True)
         if shard.reports is not None:
-            shard.reports.restore(_below(self.tensors, "view/"))
+            shard.reports.restore(_take_below(self.tensors, "view/"))
 
     def save(self, folder: Path) -> Path:
         """Write it; the path of its JSON file."""
@@ -281,7 +281,7 @@ def prune_checkpoints(folder: Path, newest: Path, keep: int = 2) -> None:
             path.unlink(missing_ok=True)
 
 
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _take_below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 

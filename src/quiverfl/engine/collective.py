@@ -30,7 +30,7 @@ class World(Protocol):
         """The numbers of the clients here, in the order of a shard's rows."""
 
     @property
-    def everybody(self) -> Integers:
+    def all_ids(self) -> Integers:
         """The numbers of all clients. Flags and answers about all are in this order."""
 
     @property
@@ -40,7 +40,7 @@ class World(Protocol):
     def rows_of(self, clients: Integers) -> Integers:
         """The rows here of some clients, given by their places among all."""
 
-    def here(self, flags: Flags) -> Flags:
+    def select_local(self, flags: Flags) -> Flags:
         """Of flags of all clients those of the rows here."""
 
     def gather(self, own: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class World(Protocol):
     def mix(self, graph: Graph, leaf: Tensor, multiple: int = NARROWEST) -> Tensor:
         """What the clients here receive, as `matrix.mix` computes it for all."""
 
-    def together(self, work: Callable[[], Answer]) -> Answer:
+    def run_on_all(self, work: Callable[[], Answer]) -> Answer:
         """Do the work. What fails on one rank fails on all."""
 
 
@@ -80,7 +80,7 @@ class LocalWorld:
     def __init__(
         self, ids: Integers, sizes: Integers | None = None, kinds: Integers | None = None
     ) -> None:
-        self.ids = self.everybody = ids
+        self.ids = self.all_ids = ids
         self._sizes = np.zeros(len(ids)) if sizes is None else sizes
         self._kinds = np.asarray(self._sizes[:, None] if kinds is None else kinds, dtype=np.int64)
 
@@ -91,7 +91,7 @@ class LocalWorld:
     def rows_of(self, clients: Integers) -> Integers:
         return clients
 
-    def here(self, flags: Flags) -> Flags:
+    def select_local(self, flags: Flags) -> Flags:
         return flags
 
     def gather(self, own: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class LocalWorld:
         return mix(graph, leaf, multiple)
 
     @staticmethod
-    def together(work: Callable[[], Any]) -> Any:
+    def run_on_all(work: Callable[[], Any]) -> Any:
         return work()
 
 
@@ -165,4 +165,4 @@ def compute_groups(
 ) -> None:
     """Do the work for all groups of the chosen clients, some of them side by side."""
     groups = [group for group in world.groups(chosen, width, blocks) if len(group.rows)]
-    world.together(lambda: parallel_for(work, groups, workers))
+    world.run_on_all(lambda: parallel_for(work, groups, workers))

@@ -54,13 +54,13 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
     fresh = torch.ones(clients, dtype=torch.bool)
     fresh[list(known)] = False
     chosen = np.flatnonzero(gather(fresh).numpy())
-    width, blocks = shard.context.executor.evaluated, shard.blocks.evaluated
+    width, blocks = shard.context.executor.evaluation_chunk, shard.blocks.evaluation
     alone = shard.adaptation is not None or shard.opens_clients
     if width > 1 or alone:
         compute_groups(shard.world, evaluate_group, chosen, width, shard.workers, blocks)
     else:
         groups = _divide(shard, np.flatnonzero(fresh.numpy()))
-        shard.world.together(lambda: parallel_for(evaluate_group, groups, shard.workers))
+        shard.world.run_on_all(lambda: parallel_for(evaluate_group, groups, shard.workers))
     for row, numbers in known.items():
         values = {name: np.array([number]) for name, number in numbers.items()}
         _join(own, values, np.array([row]), clients)
@@ -118,7 +118,9 @@ def compute_metrics(
         name: _tally(metric, len(rows))
         for name, metric in {**task.metrics, "loss": task.loss}.items()
     }
-    together = min(len(everyone), executor.evaluated)  # joined groups are cut as each would be
+    together = min(
+        len(everyone), executor.evaluation_chunk
+    )  # joined groups are cut as each would be
     slab = min(SLAB, max(1, TOGETHER // max(1, together)))
     for begin in range(0, int(sizes.max(initial=0)), slab):
         if halt is not None and halt.is_set():
@@ -132,7 +134,7 @@ def compute_metrics(
             inside = np.arange(begin, begin + width) < sizes[here][:, None]
             x, y = examples.gather(rows[here], samples)
             some = params if len(here) == len(rows) else Params(*(part[here] for part in params))
-            outputs = flatten_clients(executor.see(program, some, x).outputs)
+            outputs = flatten_clients(executor.forward(program, some, x).outputs)
             targets, blocks = flatten_clients(y), [(here, torch.from_numpy(inside).double())]
         for tally in tallies.values():
             tally.add(outputs, targets, blocks)
@@ -160,7 +162,7 @@ def _see_each(
         samples = np.arange(begin, begin + counts[place])[None]
         x, y = examples.gather(group.rows[place : place + 1], samples)
         point = Params(*(part[place : place + 1] for part in params))
-        outputs = context.executor.see(context.program(), point, x).outputs
+        outputs = context.executor.forward(context.program(), point, x).outputs
         seen.append((flatten_clients(outputs), flatten_clients(y)))
     blocks: Blocks = []
     for count in dict.fromkeys(counts[here].tolist()):
@@ -322,7 +324,7 @@ def state_record(shard: Shard, evaluated: bool, gradients: bool) -> dict[str, An
         shared = None if shard.shared is None else getattr(shard.state, shard.shared)
         if shared is not None:
             # Columns are taken in chunks so that z is never stored whole.
-            width = max(1, 4_000_000 // max(1, len(world.everybody) * shared.element_size()))
+            width = max(1, 4_000_000 // max(1, len(world.all_ids) * shared.element_size()))
             distance = partial(squared_distance, mass=mass)
             nothing = torch.zeros((), dtype=torch.float64)
             record["consensus"] = float(world.sum_columns(shared, width, distance, nothing))

@@ -81,16 +81,18 @@ class Autocast:
         return self.inner.chunk
 
     @property
-    def evaluated(self) -> int:
-        return self.inner.evaluated
+    def evaluation_chunk(self) -> int:
+        return self.inner.evaluation_chunk
 
     @property
     def image_format(self) -> torch.memory_format:
         return self.inner.image_format
 
-    def see(self, program: Program, point: Params, x: Tree, features: bool = False) -> ModelOutputs:
+    def forward(
+        self, program: Program, point: Params, x: Tree, features: bool = False
+    ) -> ModelOutputs:
         with self._autocast():
-            seen = self.inner.see(program, point, x, features)
+            seen = self.inner.forward(program, point, x, features)
 
         def precise(leaf: Tensor) -> Tensor:
             return leaf.to(point.shared.dtype) if leaf.is_floating_point() else leaf
@@ -156,7 +158,7 @@ class Measurement:
         chosen = {key: text[key] for key in _TRIED if key in text}
         return cls(**chosen) if chosen else None
 
-    def answers(self, settings: RunSettings) -> bool:
+    def matches(self, settings: RunSettings) -> bool:
         return all(getattr(self, key) is not None for key in _open_settings(settings))
 
 
@@ -281,11 +283,11 @@ def _executor(
         else executor_for(settings.executor, task, device, probe)
     )
     if isinstance(executor, Vectorized):
-        chunk = chunk or executor.evaluated
+        chunk = chunk or executor.evaluation_chunk
         return replace(
             executor,
             chunk=min(executor.chunk, chunk),
-            evaluated=min(executor.evaluated, chunk),
+            evaluation_chunk=min(executor.evaluation_chunk, chunk),
             compiled=compile_stacked() if settings.compile else None,
         )
     if settings.compile:
@@ -332,7 +334,7 @@ def prepare_computation(
     examples = Examples(data.train, data, dtype, device)
     probe = ModelProbe.of(task, examples, dtype, device)
     chunk = choose_chunk(task, data, method, training, settings)
-    if measured is None or not measured.answers(settings):
+    if measured is None or not measured.matches(settings):
         measured = measure_executors(task, examples, training, settings, probe)
     execution = Execution.of(task, settings, probe, measured, chunk)
     executor, draws = execution.executor, probe is not None and probe.draws
@@ -474,7 +476,7 @@ def check_compile(task: Task, data: FederatedData, method: Method, settings: Run
             f"compile = true with {method.title}, whose loss looks at the model's features: they "
             "are taken from inside the model, which cannot be compiled then. Leave compile out."
         )
-    probe = ModelProbe.here(task, data, torch.float32)
+    probe = ModelProbe.from_data(task, data, torch.float32)
     if probe.draws:
         raise QuiverError(
             "compile = true with a model that draws random numbers in training, such as dropout: "

@@ -38,7 +38,7 @@ def gradient_norms(shard: Shard, mass: Tensor | None) -> dict[str, float]:
     mean = mean_shared(shard, mass).to(device)
     layouts = context.task.shared_layout, context.task.personal_layout
     shared, personal = torch.zeros_like(mean, dtype=torch.float64), 0.0
-    clients = len(world.everybody)
+    clients = len(world.all_ids)
     for group in world.groups(np.arange(clients), context.executor.chunk):
         own_shared, own_personal = (mean.new_zeros(0, layout.size) for layout in layouts)
         if len(group.rows):
@@ -65,7 +65,7 @@ def mean_shared(shard: Shard, mass: Tensor | None) -> Tensor:
     """
     assert shard.shared is not None
     total = shard.world.sum_rows(getattr(shard.state, shard.shared))
-    return total / (len(shard.world.everybody) if mass is None else mass.sum())
+    return total / (len(shard.world.all_ids) if mass is None else mass.sum())
 
 
 def full_gradient(context: PhaseContext, point: Params, part: Part, group: ClientGroup) -> Tensor:

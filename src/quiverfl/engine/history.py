@@ -28,8 +28,8 @@ Record = dict[str, Any]
 class Recorder(Protocol):
     """Something that is told about every evaluation and every round as it happens."""
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None: ...
-    def finished(self, record: Record) -> None: ...
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None: ...
+    def on_round_end(self, record: Record) -> None: ...
 
 
 @dataclass(eq=False)
@@ -39,10 +39,10 @@ class History:
     evaluations: list[tuple[int, str, Metrics]] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
         self.evaluations.append((round, stage, metrics))
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         self.records.append(record)
 
     def copy(self) -> History:
@@ -84,18 +84,26 @@ class Callback:
     without test data; it is the run's own: look, and change nothing.
     """
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
         """After local training ("local") and after communication ("mixed")."""
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         """After every round: its number, seconds, bytes, steps."""
 
-    def enough(self) -> bool:
+    def should_stop(self) -> bool:
         """Asked after every round but the last: true ends the run, which is returned as it is."""
         return False
 
     def close(self) -> None:
         """The run is over, however it ended."""
+
+
+OLD_CALLBACK_NAMES = {
+    "evaluated": "on_evaluation",
+    "finished": "on_round_end",
+    "enough": "should_stop",
+}
+"""What a callback's functions were called before version 0.3."""
 
 
 class Recorders:
@@ -108,31 +116,31 @@ class Recorders:
         most: int | None = None,
     ) -> None:
         """Numbers of more than `most` clients are condensed for recorders, never for callbacks."""
-        self._recorders, self._callbacks = recorders, checked_callbacks(callbacks)
+        self._recorders, self._callbacks = recorders, check_callbacks(callbacks)
         self._most = most
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
         kept = metrics if self._most is None else condense_metrics(metrics, self._most)
         for recorder in self._recorders:
-            recorder.evaluated(round, stage, kept)
+            recorder.on_evaluation(round, stage, kept)
         for callback in self._callbacks:
             with _name_failing_callback(callback):
-                callback.evaluated(round, stage, metrics)
+                callback.on_evaluation(round, stage, metrics)
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         kept = record if self._most is None else condense_record(record, self._most)
         for recorder in self._recorders:
-            recorder.finished(kept)
+            recorder.on_round_end(kept)
         for callback in self._callbacks:
             with _name_failing_callback(callback):
-                callback.finished(record)
+                callback.on_round_end(record)
 
-    def enough(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a callback wants the run to end. All are asked: each may keep count."""
         answers = []
         for callback in self._callbacks:
             with _name_failing_callback(callback):
-                answers.append(bool(_optional(callback, "enough")))
+                answers.append(bool(_optional(callback, "should_stop")))
         return any(answers)
 
     @contextmanager
@@ -152,7 +160,7 @@ class Recorders:
                 _optional(callback, "close")
 
 
-def checked_callbacks(callbacks: Any) -> list[Recorder]:
+def check_callbacks(callbacks: Any) -> list[Recorder]:
     """A list of them, each of which has what a callback needs."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise QuiverError(
@@ -170,11 +178,17 @@ def _check(callback: Any) -> None:
         raise QuiverError(
             f"callback {callback.__name__} is a class: give an object, {callback.__name__}(…)."
         )
-    for name in ("evaluated", "finished"):
+    for old, new in OLD_CALLBACK_NAMES.items():
+        if callable(getattr(callback, old, None)):
+            raise QuiverError(
+                f"callback {callback!r} has a function {old!r}, which is now called {new!r}: "
+                "rename it."
+            )
+    for name in ("on_evaluation", "on_round_end"):
         if not callable(getattr(callback, name, None)):
             raise QuiverError(
                 f"callback {callback!r} has no function {name!r}: inherit qv.Callback, which has "
-                "evaluated(round, stage, metrics) and finished(record), and override one."
+                "on_evaluation(round, stage, metrics) and on_round_end(record), and override one."
             )
 
 

@@ -42,7 +42,7 @@ class Activations:
     fixed: int
     per_sample: int
 
-    def of(self, batch: int) -> int:
+    def at_batch(self, batch: int) -> int:
         return self.fixed + self.per_sample * batch
 
 
@@ -109,7 +109,7 @@ def training_bytes(
     one_by_one = _is_one_by_one(task, data, settings)
     activations = count_activations(task, data, settings.dtype, not one_by_one)
     widest = min(MOST, settings.threads or MOST) if one_by_one else settings.chunk or WIDEST
-    return activations.of(batch) + copies * model, min(WIDEST, widest)
+    return activations.at_batch(batch) + copies * model, min(WIDEST, widest)
 
 
 def room_for(footprint: Footprint, free: int, elsewhere: bool = False) -> int:
@@ -132,8 +132,8 @@ MOST_BLOCKS, FEWEST_BLOCKS = 64, 8
 class Blocks(NamedTuple):
     """How many chunks of like clients are computed as one, in training and in evaluation."""
 
-    trained: int = 1
-    evaluated: int = 1
+    training: int = 1
+    evaluation: int = 1
 
 
 def choose_blocks(
@@ -157,14 +157,14 @@ def choose_blocks(
         return Blocks()
     each, longest = count_activations(task, data, settings.dtype), data.train.longest
     # A copy to step, gradients apart and joined, momentum, and the state itself.
-    trained = 5 * model + 2 * each.of(min(training.batch_size or longest, longest))
-    seen = 2 * model + each.of(min(data.test.longest, SLAB))
+    trained = 5 * model + 2 * each.at_batch(min(training.batch_size or longest, longest))
+    seen = 2 * model + each.at_batch(min(data.test.longest, SLAB))
 
     def fit(clients: int, needed: int) -> int:
         blocks = min(MOST_BLOCKS, TOGETHER // (clients * needed))
         return blocks if blocks >= FEWEST_BLOCKS else 1
 
-    return Blocks(fit(executor.chunk, trained), fit(executor.evaluated, seen))
+    return Blocks(fit(executor.chunk, trained), fit(executor.evaluation_chunk, seen))
 
 
 def _is_exact(task: Task, method: Method, training: Training, probe: ModelProbe) -> bool:
@@ -195,7 +195,7 @@ def saved_bytes(task: Task, x: Tree, dtype: torch.dtype, together: bool = True) 
     program.module.train()
     start = (part.to(dtype) for part in task.initial_params(0))
     point = Params(*(part.expand(clients, -1).clone() if together else part for part in start))
-    named = {name: leaf.requires_grad_() for name, leaf in program.named(point).items()}
+    named = {name: leaf.requires_grad_() for name, leaf in program.named_params(point).items()}
     own = {leaf.untyped_storage().data_ptr() for leaf in (point.shared, point.personal)}
     own |= {leaf.untyped_storage().data_ptr() for leaf in program.module.buffers()}
     keys = torch.zeros(clients, dtype=torch.int64)
@@ -228,7 +228,7 @@ def _state_bytes(
     task: Task, data: FederatedData, method: Method, settings: RunSettings, copies: int
 ) -> int:
     """Of one client, with its messages in flight and further copies of its message."""
-    state = ModelProbe.here(task, data, settings.dtype).first_state(method)
+    state = ModelProbe.from_data(task, data, settings.dtype).first_state(method)
     own = sum(leaf.nbytes for leaf in state)
     late = method.delay + copies
     message = sum(leaf.nbytes for leaf in method.message(state).values()) if late else 0
@@ -250,4 +250,4 @@ def _is_one_by_one(task: Task, data: FederatedData, settings: RunSettings) -> bo
     on_cpu = torch.device(settings.device).type == "cpu"
     if settings.executor == "auto" and is_convolutional(task) and on_cpu:
         return True
-    return ModelProbe.here(task, data, settings.dtype).why_not_stacked() is not None
+    return ModelProbe.from_data(task, data, settings.dtype).why_not_stacked() is not None

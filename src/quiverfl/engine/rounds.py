@@ -41,15 +41,15 @@ def run_rounds(
         shard.keep_local_models(graph.active & (settings.keep_local if last else ~following.active))
         clock.lap("train_seconds")
         if evaluated:
-            recorder.evaluated(t, "local", shard.evaluate(t, "local"))
+            recorder.on_evaluation(t, "local", shard.evaluate(t, "local"))
         clock.lap("evaluate_seconds")
         traffic = exchange_messages(shard, exchange, graph, t)
         clock.lap("mix_seconds")
         if evaluated:
-            recorder.evaluated(t, "mixed", shard.evaluate(t, "mixed"))
+            recorder.on_evaluation(t, "mixed", shard.evaluate(t, "mixed"))
         state = shard.record(evaluated)
         clock.lap("evaluate_seconds")
-        recorder.finished({"round": t, **clock.record(), **traffic, **state, **reports})
+        recorder.on_round_end({"round": t, **clock.record(), **traffic, **state, **reports})
         after_round(t)
         graph = following
 

@@ -78,7 +78,7 @@ class Shard:
         self.execution, self.context = computation.execution, computation.context
         self.test, home = computation.test, computation.home
         self.blocks = computation.blocks
-        self._width = self.context.executor.chunk * self.blocks.trained
+        self._width = self.context.executor.chunk * self.blocks.training
         self.workers = worker_count(len(self.ids)) if computation.one_by_one else 1
         self._phases, self.adaptation = method.phases(task), adaptation_phase(method, task)
         self._find_personal = vmap_params(method.personal)
@@ -103,7 +103,7 @@ class Shard:
         """How often each sample of a client was looked at, counted where that must be few."""
         self.reports: ReportExchange | None = None
         if looks is not None:
-            everybody = len(self.world.everybody)
+            everybody = len(self.world.all_ids)
             self.reports = ReportExchange(looks, self.context, method, self.ids, everybody)
 
     @property
@@ -120,11 +120,11 @@ class Shard:
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
         work = partial(self._train_group, round, share)
         width = self.context.executor.chunk
-        chosen, blocks = np.flatnonzero(active), self.blocks.trained
+        chosen, blocks = np.flatnonzero(active), self.blocks.training
         compute_groups(self.world, work, chosen, width, self.workers, blocks)
         if self.context.private is not None and isinstance(round, int):
             visits = self.world.gather(torch.from_numpy(self.visits)).numpy()
-            check_budget(visits, self.context.private, round, self.world.everybody)
+            check_budget(visits, self.context.private, round, self.world.all_ids)
 
     def _train_group(self, round: int | Integers, share: float, group: ClientGroup) -> None:
         reports = self.reports
@@ -185,7 +185,7 @@ class Shard:
 
     def keep_local_models(self, chosen: Flags) -> None:
         """Keep what these clients would use now as their last locally trained model."""
-        rows, width = np.flatnonzero(self.world.here(chosen)), self._width
+        rows, width = np.flatnonzero(self.world.select_local(chosen)), self._width
         for begin in range(0, len(rows), width):
             some = rows[begin : begin + width]
             self.local.keep(some, self.personal(some))
@@ -245,7 +245,7 @@ class Shard:
 
     def merge(self, mixed: Message, offline: Flags | None = None) -> None:
         """Merge what arrived. Offline clients receive nothing from a server: its state stays."""
-        away = None if offline is None else self.world.here(offline)
+        away = None if offline is None else self.world.select_local(offline)
         if STATISTICS in mixed:
             mixed = self._merge_statistics(mixed)
         merge_states(self.state, mixed, self.method.merge, away, self._width)

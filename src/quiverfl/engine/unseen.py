@@ -70,8 +70,8 @@ class UnseenClients:
         self._context = replace(context, examples=train, private=None, by_sample=False)
         self._test = test
         # Numbered after the participants: batches and draws are their own.
-        self._ids = len(shard.world.everybody) + np.arange(data.clients)
-        probe = ModelProbe.here(task, data, context.dtype)
+        self._ids = len(shard.world.all_ids) + np.arange(data.clients)
+        probe = ModelProbe.from_data(task, data, context.dtype)
         host = torch.device("cpu")
         fresh = initial_states(
             task, shard.method, self._context, self._ids, settings, host, probe.shapes
@@ -107,8 +107,8 @@ class UnseenClients:
         world = LocalWorld(self._ids, self._unseen.data.train.sizes)
         width = self._context.executor.chunk
         compute_groups(world, test_group, rows, width, self._shard.workers)
-        recorder.evaluated(round, "unseen", before)
-        recorder.evaluated(round, "fitted", after)
+        recorder.on_evaluation(round, "unseen", before)
+        recorder.on_evaluation(round, "fitted", after)
 
     def _record(self, known: Metrics, params: Params, group: ClientGroup, round: int) -> None:
         metrics = compute_metrics(self._context, self._test, params, group)
@@ -172,7 +172,7 @@ class UnseenClients:
 
     def _find_nearest(self) -> Integers:
         """The participant whose own model has the lowest loss on the client's training data."""
-        found, width = [], self._context.executor.evaluated
+        found, width = [], self._context.executor.evaluation_chunk
         for row in range(len(self._ids)):
             losses = []
             for begin in range(0, len(self._participants), width):
@@ -238,7 +238,7 @@ def check_unseen(
             'data.unseen_part = "personal", and nothing in this model is personal: name a part, '
             'such as model.personal = ["head"], or set unseen_part = "whole".'
         )
-    sent = find_sent_parts(method, ModelProbe.here(task, data, settings.dtype))
+    sent = find_sent_parts(method, ModelProbe.from_data(task, data, settings.dtype))
     if not any(sent) and method.topology != "isolated":
         raise QuiverError(
             f"data.unseen: {method.title} sends no parameters that its state declares Shared or "
@@ -257,11 +257,11 @@ def find_sent_parts(method: Method, probe: ModelProbe) -> tuple[bool, bool]:
     found = []
     for role in ("shared", "personal"):
         name = next(iter(select_fields(state, role)), None)
-        found.append(name is not None and _reaches(method, state, name))
+        found.append(name is not None and _is_sent(method, state, name))
     return found[0], found[1]
 
 
-def _reaches(method: Method, state: Any, name: str) -> bool:
+def _is_sent(method: Method, state: Any, name: str) -> bool:
     leaf = getattr(state, name)
     marked = state._replace(**{name: torch.full_like(leaf, float("nan"))})
     return any(bool(part.isnan().any()) for part in method.message(marked).values())

@@ -22,6 +22,7 @@ from quiverfl.laws.problem import (
     training_for,
 )
 from quiverfl.methods.contract import Method
+from quiverfl.options import refuse_old_names
 from quiverfl.runs.simulate import use_threads
 from quiverfl.topologies import Topology
 
@@ -71,6 +72,7 @@ class LawVerdict:
         return f"law {self.number}, {self.law}: {self.sentence or self.verdict}{where}"
 
 
+@refuse_old_names(broken="broken_laws")
 @dataclass(frozen=True)
 class MethodCheck:
     """What `check_method` found about a method."""
@@ -79,19 +81,19 @@ class MethodCheck:
     verdicts: tuple[LawVerdict, ...]
 
     @property
-    def broken(self) -> tuple[LawVerdict, ...]:
+    def broken_laws(self) -> tuple[LawVerdict, ...]:
         """The laws that the method breaks."""
         return tuple(one for one in self.verdicts if one.verdict == "broken")
 
     @property
     def lawful(self) -> bool:
         """Whether it breaks none of those that were tried."""
-        return not self.broken
+        return not self.broken_laws
 
     def __str__(self) -> str:
         tried = [one for one in self.verdicts if one.verdict != "skipped"]
-        head = f"{self.title}: {len(tried) - len(self.broken)} of {len(tried)} laws kept"
-        return "\n".join([f"{head}.", *(str(one) for one in self.broken)])
+        head = f"{self.title}: {len(tried) - len(self.broken_laws)} of {len(tried)} laws kept"
+        return "\n".join([f"{head}.", *(str(one) for one in self.broken_laws)])
 
 
 def check_method(
@@ -136,7 +138,7 @@ def _verdict(law: Law, cases: list[Case], skipped: bool) -> LawVerdict:
     if skipped:
         return LawVerdict(law.number, law.words, "skipped", ())
     cases = cases if law.every_graph else cases[:1]
-    breaches = [(_graph_name(case.topology), _breach(law, case)) for case in cases]
+    breaches = [(_graph_name(case.topology), _describe_breach(law, case)) for case in cases]
     broken = [(name, sentence) for name, sentence in breaches if sentence is not None]
     if not broken:
         return LawVerdict(law.number, law.words, "kept", tuple(name for name, _ in breaches))
@@ -144,7 +146,7 @@ def _verdict(law: Law, cases: list[Case], skipped: bool) -> LawVerdict:
     return LawVerdict(law.number, law.words, "broken", names, broken[0][1])
 
 
-def _breach(law: Law, case: Case) -> str | None:
+def _describe_breach(law: Law, case: Case) -> str | None:
     """A run that stops breaks the law that it was run for."""
     try:
         return law.breach(case)

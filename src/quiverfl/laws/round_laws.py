@@ -122,7 +122,9 @@ def conservation(case: Case, tolerance: float = 1e-12) -> str | None:
         mixed = exchange.collect(t)
         for name, total in sent.items():
             arrived = _total(mixed[name], exchange.tensors(), name)
-            broken = _unlike(f"the leaf {name!r} that arrives and is in flight", total, arrived)
+            broken = _describe_difference(
+                f"the leaf {name!r} that arrives and is in flight", total, arrived
+            )
             if broken is not None:
                 return broken
         shard.merge(mixed, find_offline(graph))
@@ -153,7 +155,7 @@ def _mass_lost(
     for name, leaf in again.items():
         now = _total(leaf, exchange.tensors(), name)
         what = f"the leaf {name!r}, summed over clients and what is in flight, after merge,"
-        broken = _unlike(what, sent[name], now)
+        broken = _describe_difference(what, sent[name], now)
         if broken is not None:
             return f"{broken} merge must keep what push-sum carries, and not the de-biased model."
     return None
@@ -188,7 +190,9 @@ def _total(leaf: Tensor, flying: dict[str, Tensor], name: str) -> Tensor:
     return sum(away, start=leaf.sum(dim=0))
 
 
-def _unlike(what: str, expected: Tensor, found: Tensor, tolerance: float = 1e-12) -> str | None:
+def _describe_difference(
+    what: str, expected: Tensor, found: Tensor, tolerance: float = 1e-12
+) -> str | None:
     apart = (expected - found).abs()
     if apart.numel() and not float(apart.max()) <= tolerance:
         place = int(apart.reshape(-1).argmax())

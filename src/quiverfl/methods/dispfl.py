@@ -126,10 +126,10 @@ class DisPFL(Method[DisPFLState]):
 
     def init(self, task: Task, start: Start) -> DisPFLState:
         """Equal weights times the client's own random mask of Erdős–Rényi-kernel densities."""
-        layout = _whole(task)
+        layout = _whole_layout(task)
         counts = erk_counts(layout.shapes, self.density)
         mask = random_mask(layout, counts, start.random).to(start.params.shared)
-        mask_u, mask_v = _halves(mask, task)
+        mask_u, mask_v = _split_vector(mask, task)
         u, v = start.params.shared * mask_u, start.params.personal * mask_v
         return DisPFLState(u, v, mask_u, mask_v, mask_u, mask_v)
 
@@ -160,13 +160,13 @@ class DisPFL(Method[DisPFLState]):
             scores = info.noise
         rate = self.pruning_rate(info.round, info.rounds)
         mask = regrow_mask(
-            _whole(task),
+            _whole_layout(task),
             torch.cat([state.u, state.v]),
             torch.cat([state.mask_u, state.mask_v]),
             scores,
             rate,
         )
-        next_u, next_v = _halves(mask, task)
+        next_u, next_v = _split_vector(mask, task)
         return state._replace(next_mask_u=next_u, next_mask_v=next_v)
 
     def message(self, state: DisPFLState) -> Message:
@@ -190,12 +190,12 @@ class DisPFL(Method[DisPFLState]):
         return (kept * message["u"].element_size()).to(torch.int64) + math.ceil(bits / 8)
 
 
-def _whole(task: Task) -> Layout:
+def _whole_layout(task: Task) -> Layout:
     shared, personal = task.shared_layout, task.personal_layout
     return Layout(shared.names + personal.names, shared.shapes + personal.shapes)
 
 
-def _halves(vector: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+def _split_vector(vector: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     cut = task.shared_layout.size
     return vector[:cut], vector[cut:]
 

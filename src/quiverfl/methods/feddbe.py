@@ -112,7 +112,7 @@ class FedDBE(Method[DBEState]):
         return Interleaved((train_bias, train_model), epochs=self.epochs), collect
 
     def _loss(self, task: Task) -> Loss[DBEState]:
-        def regularized(
+        def regularized_loss(
             seen: ModelOutputs,
             targets: Tensor,
             state: DBEState,
@@ -125,7 +125,7 @@ class FedDBE(Method[DBEState]):
             supervised: Tensor = task.loss(seen.outputs, targets)
             return supervised + self.mean_weight * state.known * pull
 
-        return Loss(regularized, needs_features=True, needs_weights=True)
+        return Loss(regularized_loss, needs_features=True, needs_weights=True)
 
     def _bias_gradient(self, gradient: Params, own: Params, state: DBEState) -> Params:
         """By the chain rule through b + W z: Wᵀ times the gradient of b."""

@@ -57,7 +57,7 @@ class FedProto(Method[ProtoState]):
         return ProtoState(*start.params, zero, zero[:, 0], zero, zero[:, 0])
 
     def phases(self, task: Task) -> tuple[Phase[ProtoState], ...]:
-        def drawn(
+        def prototype_loss(
             seen: ModelOutputs,
             targets: Tensor,
             state: ProtoState,
@@ -69,7 +69,7 @@ class FedProto(Method[ProtoState]):
             supervised: Tensor = task.loss(seen.outputs, targets)
             return supervised + self.proximal * state.known[targets] * away
 
-        return train_whole(self.epochs, loss=Loss(drawn, needs_features=True)), SingleStep(
+        return train_whole(self.epochs, loss=Loss(prototype_loss, needs_features=True)), SingleStep(
             self._collect, statistics=self._per_class
         )
 

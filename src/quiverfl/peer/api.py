@@ -164,9 +164,9 @@ class PeerRun:
         round = int(line["round"])
         for stage in ("local", "mixed"):
             if line.get(stage):
-                self._recorder.evaluated(round, stage, self._metrics(line[stage]))
+                self._recorder.on_evaluation(round, stage, self._metrics(line[stage]))
         sent, received = int(line["sent_bytes"]), int(line["received_bytes"])
-        self._recorder.finished(
+        self._recorder.on_round_end(
             {
                 "round": round,
                 **{name: line[name] for name in SECONDS if name in line},

@@ -95,7 +95,7 @@ class SignedLog(Generic[Statement]):
                 votes.setdefault(decision, set()).add(statement.by)
         return {decision: votes[decision] for decision in sorted(votes)}
 
-    def decided(self, members: Iterable[str]) -> list[Any]:
+    def decisions(self, members: Iterable[str]) -> list[Any]:
         """The decisions that hold by the rule of this log."""
         present = set(members)
         return [d for d, signers in self.votes().items() if self._rule(d, signers, present)]
@@ -244,7 +244,7 @@ class RunChanges:
         round = self._ctx.transactions.accounts.round
         number = self._ctx.roster.current.number(self._ctx.name)
         own = {self._ctx.name} if number < self.members(round) else set()
-        return self._neighbours.staying() | own
+        return self._neighbours.list_staying() | own
 
     def list_missing_signers(self, round: int) -> set[str]:
         """Members that have not signed yet what this peer has signed for this round or before."""
@@ -266,7 +266,7 @@ class RunChanges:
 
     async def apply_decided(self, round: int) -> None:
         """Save what everybody has signed by now. It stays decided, whoever comes or goes."""
-        decided = self._neighbours.amendments.decided(self._members())
+        decided = self._neighbours.amendments.decisions(self._members())
         news = [terms for terms in decided if terms not in self._terms]
         if not news:
             return

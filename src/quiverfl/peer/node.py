@@ -75,7 +75,7 @@ class Node:
         self.patience = Patience()
         self.waits_for: Callable[[], set[str]] = set
         self.receiver = Receiver(
-            ctx, settings.copies, self._wake_sender, self.patience.note_arrival, self._opening
+            ctx, settings.copies, self._wake_sender, self.patience.note_arrival, self._opening_mass
         )
         self.neighbours = Neighbours(ctx, self)
         self.changes = RunChanges(ctx, settings.rounds, self.neighbours, self.founders)
@@ -104,7 +104,7 @@ class Node:
         self.log("started", round=self.transactions.accounts.round, port=server.port)
         try:
             await self.neighbours.sign_evictions()
-            await self.neighbours.tell(set(self.neighbours.senders))
+            await self.neighbours.announce(set(self.neighbours.senders))
             await self.neighbours.wait_for_news()
             await self._restore()
             while True:
@@ -196,7 +196,7 @@ class Node:
         while (lacking := neighbours.count_missing_quorum()) and not self.stopping:
             self.state = "asking"
             self.log("asking", lacking=lacking, remedy="start more peers, or use --trust-store")
-            await neighbours.tell(neighbours.staying() - neighbours.greeted)
+            await neighbours.announce(neighbours.list_staying() - neighbours.greeted)
             await self.wait_until(lambda: not neighbours.count_missing_quorum(), pause)
             pause = min(2 * pause, LAST_QUESTION)
         await neighbours.wait_for_news()  # such as a receipt that this store does not know
@@ -238,7 +238,7 @@ class Node:
         """The topology of a round: members may have joined since the run began."""
         return self._topologies[max(since for since in self._topologies if since <= t)]
 
-    def _opening(self, peer: str) -> int:
+    def _opening_mass(self, peer: str) -> int:
         return self.changes.opening(peer)
 
     def is_member(self, peer: str) -> bool:

@@ -58,7 +58,7 @@ class _Recorded(Schedule):
     def __init__(self, jobs: list[Job], running: dict[int, Job]) -> None:
         self._recorded, self.running = jobs, running
 
-    def until(self, t: int) -> list[Job]:
+    def jobs_until(self, t: int) -> list[Job]:
         jobs, self._recorded = self._recorded, []
         return jobs
 

@@ -65,12 +65,12 @@ async def _wait_for_the_others(node: Node) -> None:
     """
     pause, accounts = 0.1, node.transactions.accounts
     while node.number >= node.founders and not accounts.pushes and not node.stopping:
-        others, rounds = node.neighbours.staying(), node.receiver.rounds
+        others, rounds = node.neighbours.list_staying(), node.receiver.rounds
         there = {peer for peer in others if rounds.get(peer, -1) >= accounts.round}
         if there and len(there) >= min(2, len(others)):
             return
         node.state = "joining"
-        await node.neighbours.tell(node.neighbours.staying())
+        await node.neighbours.announce(node.neighbours.list_staying())
         await node.wait_until(lambda: False, pause)
         pause = min(2 * pause, 2.0)
 
@@ -89,7 +89,7 @@ async def _wait_for_agreement(node: Node) -> None:
             node.changes.stop_waiting(t)
             return
         node.state = "agreeing"
-        await node.neighbours.tell(awaited)
+        await node.neighbours.announce(awaited)
         await node.neighbours.wait_for_news()
         await node.wait_until(lambda: not node.changes.list_missing_signers(t), pause)
         pause = min(2 * pause, 1.0)
@@ -188,7 +188,7 @@ async def _wait_for_shares(node: Node, t: int, expected: set[str]) -> None:
     neighbours = node.neighbours
     # A round that was cut off may have taken some, and sent others back.
     before = node.store.senders_since(t) if node.settings.rule is not None else set()
-    waited_for = expected - before - neighbours.outside() - neighbours.absent - neighbours.done
+    waited_for = expected - before - neighbours.list_outside() - neighbours.absent - neighbours.done
 
     def missing() -> set[str]:
         here = {p for p, s in node.receiver.staged.items() if s.transfer.round >= t}
@@ -196,7 +196,7 @@ async def _wait_for_shares(node: Node, t: int, expected: set[str]) -> None:
             node.settings.quorum < 1
         ):  # a link carries one share: before this one is taken none comes
             here = set(node.receiver.staged) | _find_silent(node, t)
-        gone = neighbours.outside() | neighbours.absent | neighbours.done
+        gone = neighbours.list_outside() | neighbours.absent | neighbours.done
         return waited_for - here - gone
 
     node.patience.begin(t)
@@ -214,7 +214,7 @@ async def _ask_missing(node: Node, missing: Callable[[], set[str]]) -> None:
     pause = 0.25
     while True:
         await asyncio.sleep(pause)
-        await node.neighbours.tell(missing())
+        await node.neighbours.announce(missing())
         pause = min(1.5 * pause, 5.0)
 
 
@@ -259,9 +259,9 @@ async def _wait_for_pushes(node: Node, t: int) -> None:
         staged = {p: s.transfer for p, s in node.receiver.staged.items()}
         here = {p for p, share in staged.items() if share.round >= t}
         here |= _find_silent(node, t)
-        return neighbours.staying() - here - neighbours.absent - neighbours.done
+        return neighbours.list_staying() - here - neighbours.absent - neighbours.done
 
-    await neighbours.tell(neighbours.staying())
+    await neighbours.announce(neighbours.list_staying())
     # Everybody tells all the others; asking again is for what was lost on the way.
     node.patience.begin(t)
     node.waits_for = missing
@@ -270,7 +270,7 @@ async def _wait_for_pushes(node: Node, t: int) -> None:
         await node.wait_until(lambda: not missing(), min(pause, end - time.monotonic()))
         if node.stopping or node.leaving:
             return
-        await neighbours.tell(missing())
+        await neighbours.announce(missing())
         pause = min(1.5 * pause, 5.0)
     node.waits_for = set
     _give_up_on(node, t, missing())
@@ -312,11 +312,11 @@ async def _wait_for_slowest(node: Node, least: int) -> None:
 
     def behind() -> set[str]:
         late = {p for p, round in rounds.items() if round < least}
-        return late - neighbours.done - neighbours.outside() - neighbours.absent
+        return late - neighbours.done - neighbours.list_outside() - neighbours.absent
 
     end, pause = time.monotonic() + node.settings.deadline, 0.02
     while behind() and time.monotonic() < end:
-        await neighbours.tell(behind())
+        await neighbours.announce(behind())
         await node.wait_until(lambda: not behind(), min(pause, end - time.monotonic()))
         if node.stopping or node.leaving:
             return
@@ -330,12 +330,12 @@ async def _wait_for_slowest(node: Node, least: int) -> None:
 async def run_end(node: Node) -> None:
     """Stay until the others have finished too, or give all mass away and leave."""
     if not node.stopping and not node.leaving:
-        await _linger(node)
+        await _wait_for_late_shares(node)
     if not node.stopping and node.leaving:
         await _leave(node)
 
 
-async def _linger(node: Node) -> None:
+async def _wait_for_late_shares(node: Node) -> None:
     """Take in late shares and answer, until all have finished or there is no news any more.
 
     Neighbours that are behind are asked how far they are: they push nothing here that would tell.
@@ -354,12 +354,12 @@ async def _linger(node: Node) -> None:
             await node.absorb(None, finish=False)
             last = node.settings.rounds - 1
             node.scores = await node.run_in_thread(node.learner.evaluate, last, "mixed")
-        others = neighbours.staying()
+        others = neighbours.list_staying()
         if node.finished:
-            informed |= await neighbours.tell(others - informed)
+            informed |= await neighbours.announce(others - informed)
         behind = others - neighbours.done
         if behind and time.monotonic() >= ask_at:
-            await neighbours.tell(behind)
+            await neighbours.announce(behind)
             ask_at = time.monotonic() + pause
             pause = max(FIRST_PAUSE, min(2 * pause, linger / 4))
         quiet = node.finished and not node.receiver.staged
@@ -419,7 +419,7 @@ async def _leave(node: Node) -> None:
     informed: set[str] = set()
     last_news = time.monotonic()
     while not node.stopping and time.monotonic() - last_news < settings.linger:
-        informed |= await neighbours.tell(neighbours.staying() - informed)
+        informed |= await neighbours.announce(neighbours.list_staying() - informed)
         before = node.transactions.accounts
         if node.receiver.staged or neighbours.refunding():
             await node.commit_receipts()
@@ -429,7 +429,7 @@ async def _leave(node: Node) -> None:
             await _give_all(node, chosen)
         accounts = node.transactions.accounts
         empty = settings.copies or not accounts.units
-        all_informed = neighbours.staying() <= informed
+        all_informed = neighbours.list_staying() <= informed
         if all_informed and empty and not accounts.outbox and not node.receiver.staged:
             return
         if accounts != before:

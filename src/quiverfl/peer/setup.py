@@ -184,7 +184,7 @@ def build_learner(folder: PeerFolder) -> PeerParts:
     )
     check_kernels(task, own_settings)
     check_batch_sizes(task, data, method.phases(task), config.training)
-    probe = ModelProbe.here(task, data, settings.dtype)
+    probe = ModelProbe.from_data(task, data, settings.dtype)
     check_functions(method, task, probe, config.training, alike=True)
     transforms = config.transforms()
     as_peers = replace(

@@ -97,7 +97,7 @@ def draw_curves(
             color=style.color,
             marker=style.marker,
             markersize=4.5,
-            markevery=_some(len(one.middle), groups.index(one.group), len(groups)),
+            markevery=_choose_markers(len(one.middle), groups.index(one.group), len(groups)),
             label=label,
         )
     if is_logarithmic(drawn, against):
@@ -298,7 +298,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     write_result_file(path, render_figure(figure, path.suffix.lstrip(".") or "png"))
 
 
-def _some(points: int, turn: int, turns: int) -> tuple[int, int]:
+def _choose_markers(points: int, turn: int, turns: int) -> tuple[int, int]:
     """About six markers along a curve, those of different curves at different places."""
     step = max(1, points // 6)
     return (turn * step) // max(1, turns), step

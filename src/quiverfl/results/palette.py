@@ -114,7 +114,7 @@ def theme_css() -> str:
     return f":root {{ {' '.join(lines)} }}\n"
 
 
-def _lighter(color: str) -> str:
+def _lighten(color: str) -> str:
     """The same hue, light enough to be seen on nearly black; black becomes nearly white."""
     red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
@@ -125,5 +125,5 @@ def _lighter(color: str) -> str:
 
 
 ON_DARK = _STRUCTURE | {
-    color.lower(): _lighter(color) for color in dict.fromkeys((*_COLORS, *_PAPER))
+    color.lower(): _lighten(color) for color in dict.fromkeys((*_COLORS, *_PAPER))
 }

@@ -117,7 +117,7 @@ class RunResult:
         return len(self.rounds)
 
     @cached_property
-    def condensed(self) -> bool:
+    def is_condensed(self) -> bool:
         """Whether the history has hundredths of the clients and no client's own numbers."""
         sizes = self.train_sizes
         return sizes is not None and len(sizes) > self._recorded_clients == HUNDRED
@@ -130,7 +130,7 @@ class RunResult:
 
     @cached_property
     def clients(self) -> int:
-        if self.condensed and self.train_sizes is not None:
+        if self.is_condensed and self.train_sizes is not None:
             return len(self.train_sizes)
         if self._recorded_clients:
             return self._recorded_clients
@@ -154,14 +154,14 @@ class RunResult:
         return None if self.test_counts is None else pd.Series(self.test_counts.sum(axis=1))
 
     def client_name(self, client: int) -> str:
-        if self.condensed:
+        if self.is_condensed:
             return f"hundredth {client + 1}"
         return self.names[client] if client < len(self.names) else str(client)
 
     def client_size(self, client: int) -> int | None:
         """How many training samples it has, if the folder says."""
         sizes = self.train_sizes
-        unknown = sizes is None or client >= len(sizes) or self.condensed
+        unknown = sizes is None or client >= len(sizes) or self.is_condensed
         return None if sizes is None or unknown else int(sizes[client])
 
     def values(self, stage: str, metric: str) -> pd.DataFrame:

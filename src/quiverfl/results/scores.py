@@ -269,7 +269,7 @@ def cost_by_round(run: RunResult, stage: str) -> pd.DataFrame:
 def _weights(run: RunResult, weighting: Weighting) -> pd.Series | None:
     if weighting == "uniform":
         return None
-    if run.condensed:
+    if run.is_condensed:
         raise QuiverError(
             f"{run.path} recorded hundredths of its clients and no client's own numbers: use the "
             'uniform weighting, or run it with run.history = "clients".'

@@ -124,7 +124,7 @@ def client_counts(
 
 def interval(numbers: Sequence[float]) -> tuple[float, float]:
     """Student's 95 % interval of the mean; unknown where nothing says how sure it is."""
-    if len(numbers) < 2 or _coincide(numbers):
+    if len(numbers) < 2 or _all_equal(numbers):
         return math.nan, math.nan
     quantile = float(special.stdtrit(len(numbers) - 1, 1 - LEVEL / 2))
     reach = quantile * seed_std(numbers) / math.sqrt(len(numbers))
@@ -136,7 +136,7 @@ def p_value(numbers: Sequence[float]) -> float:
     """Of Student's two-sided test that the mean is zero; unknown where nothing says how sure."""
     if not any(numbers) and len(numbers) > 1:
         return 1.0
-    if len(numbers) < 2 or _coincide(numbers):
+    if len(numbers) < 2 or _all_equal(numbers):
         return math.nan
     statistic = abs(float(np.mean(numbers))) / (seed_std(numbers) / math.sqrt(len(numbers)))
     return float(2 * stats.t.sf(statistic, len(numbers) - 1))
@@ -161,7 +161,7 @@ def seeds_needed(numbers: Sequence[float]) -> float:
     mean, std = abs(float(np.mean(numbers))) if len(numbers) else math.nan, seed_std(numbers)
     if len(numbers) > 1 and mean == 0:
         return math.inf
-    if len(numbers) < 2 or _coincide(numbers):
+    if len(numbers) < 2 or _all_equal(numbers):
         return math.nan
     for seeds in range(2, MOST_SEEDS + 1):
         if power(mean / std, seeds) >= POWER:
@@ -192,7 +192,7 @@ def _mean(run: RunResult, stage: str, report: Report, metric: str) -> float:
     return describe_spread(run_scores(run, stage, report, metric), metric)["mean"]
 
 
-def _coincide(numbers: Sequence[float]) -> bool:
+def _all_equal(numbers: Sequence[float]) -> bool:
     """Whether all are the same, up to rounding.
 
     Accuracy on few samples moves in steps, so two or three seeds can show one difference by chance:

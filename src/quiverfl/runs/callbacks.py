@@ -58,7 +58,7 @@ class EarlyStopping(Callback):
         if not self.margin >= 0:
             raise QuiverError(f"EarlyStopping: margin = {self.margin!r}: it must be 0 or more.")
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
         if stage != self.stage:
             return
         if self.metric not in metrics:
@@ -81,7 +81,7 @@ class EarlyStopping(Callback):
         gain = mean - self.best if higher_is_better(self.metric) else self.best - mean
         return gain > self.margin
 
-    def enough(self) -> bool:
+    def should_stop(self) -> bool:
         return self._waited >= self.patience
 
 
@@ -175,7 +175,7 @@ class _Tracker(Callback, ABC):
     @abstractmethod
     def log(self, points: Points, step: int) -> None: ...
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
         import pandas as pd
 
         for name, values in metrics.items():
@@ -183,7 +183,7 @@ class _Tracker(Callback, ABC):
             self._points[f"{name}/{stage}"] = figures["mean"]
             self._points[f"{name}, worst 10 %/{stage}"] = figures["worst10"]
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         for column, name in COLUMNS.items():
             if record.get(column) is not None:
                 self._points[name] = float(np.sum(record[column]))
@@ -264,7 +264,7 @@ class MLflow(_Tracker):
         self._remember: Path | None = None
 
     @classmethod
-    def continued(cls, experiment: str, file: Path, **params: str | int | float) -> MLflow:
+    def resume(cls, experiment: str, file: Path, **params: str | int | float) -> MLflow:
         """The run whose number is in a file, or a new one whose number is written there."""
         made = cls(experiment, None, **params)
         made._remember = file
@@ -319,7 +319,7 @@ def make_trackers(config: Config, folder: Path) -> list[Callback]:
         written = config.model_dump(mode="json", exclude_defaults=True, exclude={"track"})
         settings = flatten_settings(written)
         params = {key: str(value) for key, value in settings.items() if value is not None}
-        trackers.append(MLflow.continued(track.mlflow, folder / "mlflow-run", **params))
+        trackers.append(MLflow.resume(track.mlflow, folder / "mlflow-run", **params))
     return trackers
 
 

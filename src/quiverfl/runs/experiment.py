@@ -21,7 +21,7 @@ from quiverfl.data.federated import FederatedData, federate, number_own_labels
 from quiverfl.data.partition import Partition, check_partition, make_partition
 from quiverfl.data.sources import load_dataset
 from quiverfl.engine.checks.method import check_method_parts
-from quiverfl.engine.history import Recorder, checked_callbacks
+from quiverfl.engine.history import Recorder, check_callbacks
 from quiverfl.errors import Interrupted, QuiverError, Stopped
 from quiverfl.methods import METHODS
 from quiverfl.methods.contract import Method
@@ -149,7 +149,7 @@ class Experiment(ReprCard):
         """
         label = self.method.title
         with shown(label, self.config.run.rounds, quiet=not progress) as bar:
-            told = [*checked_callbacks(callbacks), *([] if bar is None else [bar])]
+            told = [*check_callbacks(callbacks), *([] if bar is None else [bar])]
             if folder is None:
                 if self.config.track != TrackConfig():
                     raise QuiverError(

@@ -68,7 +68,7 @@ def write_traced(
             f"{out}: the model cannot be written as {WORDS[kind]} "
             f"({type(error).__name__}: {_first_line(error)})."
         ) from error
-    if not _alike(wanted, found):
+    if not _are_close(wanted, found):
         out.unlink(missing_ok=True)
         raise QuiverError(
             f"{out}: as {WORDS[kind]} the model says something else of the same samples, so it was "
@@ -106,7 +106,7 @@ def _write_onnx(
     return session.run(None, dict(zip(names, given, strict=True)))
 
 
-def _alike(wanted: Any, found: Any) -> bool:
+def _are_close(wanted: Any, found: Any) -> bool:
     ours, theirs = ([np.asarray(t) for t in _tensors(tree)] for tree in (wanted, found))
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)

@@ -71,7 +71,7 @@ class _Scores:
         self._name = ""
         self._latest: dict[str, float] = {}
 
-    def see(self, stage: str, metrics: Metrics) -> None:
+    def update(self, stage: str, metrics: Metrics) -> None:
         self._name = next(iter(metrics))  # the first is what results are judged by
         with np.errstate(all="ignore"):
             values = metrics[self._name][~np.isnan(metrics[self._name])]
@@ -87,10 +87,10 @@ class _Bar:
         self._display, self._scores = display, _Scores()
         self._task = display.add_task(escape(label), total=rounds, score="")
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        self._scores.see(stage, metrics)
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
+        self._scores.update(stage, metrics)
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         done = int(record["round"]) + 1
         self._display.update(self._task, completed=done, score=str(self._scores))
 
@@ -105,10 +105,10 @@ class _Notebook:
         self._start = self._last = time.monotonic()
         self._handle = display({"text/html": self._bar(0)}, raw=True, display_id=True)
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        self._scores.see(stage, metrics)
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
+        self._scores.update(stage, metrics)
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         done, now = int(record["round"]) + 1, time.monotonic()
         if now - self._last < SECONDS_BETWEEN_UPDATES and done != self._rounds:
             return
@@ -133,10 +133,10 @@ class _Lines:
         self._start = self._last = time.monotonic()
         self._first: int | None = None
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
-        self._scores.see(stage, metrics)
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
+        self._scores.update(stage, metrics)
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         done, now = int(record["round"]) + 1, time.monotonic()
         self._first = done if self._first is None else self._first
         if now - self._last < SECONDS_BETWEEN_LINES and done != self._rounds:

@@ -38,19 +38,19 @@ class _Appender:
     ) -> None:
         self._history, self._rounds, self._writing, self._other = history, rounds, writing, other
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
         values = {
             name: [_null_if_nan(value) for value in column.tolist()]
             for name, column in metrics.items()
         }
         self._append(self._history, {"round": round, "stage": stage, "metrics": values})
         if self._other is not None:
-            self._other.evaluated(round, stage, metrics)
+            self._other.on_evaluation(round, stage, metrics)
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         self._append(self._rounds, record)
         if self._other is not None:
-            self._other.finished(record)
+            self._other.on_round_end(record)
 
     def _append(self, file: RawIOBase, line: Mapping[str, Any]) -> None:
         rest = memoryview(to_line(line))
@@ -69,9 +69,9 @@ def make_history(
     """Make the history that the lines record."""
     history = History()
     for line in evaluations:
-        history.evaluated(*read_evaluation(line))
+        history.on_evaluation(*read_evaluation(line))
     for record in rounds:
-        history.finished(record)
+        history.on_round_end(record)
     return history
 
 

@@ -85,7 +85,7 @@ def retime(run: Run | SavedRun | Path | str, devices: Devices, waits: str = "gra
             _check_clock(run.simulation.timing.clock)
     else:
         raise QuiverError(f"retime: {type(run).__name__} is no run: give a Run or a run folder.")
-    times = time_records(_latest(records), topology, devices.check_clients(run.clients), waits)
+    times = time_records(_take_latest(records), topology, devices.check_clients(run.clients), waits)
     return RetimedRun(run, times, add_times(records, times))
 
 
@@ -98,15 +98,15 @@ def retime_result(
     made = make_devices(devices, network, result.clients, seed, size)
     records = read_lines(result.path / "rounds.jsonl")
     topology = _read_topology(result.path, result.clients)
-    times = time_records(_latest(records), topology, made, waits)
+    times = time_records(_take_latest(records), topology, made, waits)
     return replace(result, rounds=rounds_frame(add_times(records, times)))
 
 
 def add_times(records: Iterable[Record], times: Iterable[RoundTimes]) -> list[Record]:
-    return [{**r, **t.record()} for r, t in zip(_latest(records), times, strict=True)]
+    return [{**r, **t.record()} for r, t in zip(_take_latest(records), times, strict=True)]
 
 
-def _latest(records: Iterable[Record]) -> list[Record]:
+def _take_latest(records: Iterable[Record]) -> list[Record]:
     """One record of every round, as it was recorded last, in order."""
     latest = {int(record["round"]): record for record in records}
     return [record for _, record in sorted(latest.items())]

@@ -265,9 +265,9 @@ class Run(AnyRun):
             checkpoint = self.checkpoint()
             with target.record(None) as lines:
                 for evaluation in checkpoint.history.evaluations:
-                    lines.evaluated(*evaluation)
+                    lines.on_evaluation(*evaluation)
                 for record in checkpoint.history.records:
-                    lines.finished(record)
+                    lines.on_round_end(record)
             target.save_checkpoint(checkpoint)
             if self.complete:
                 target.finish(self.summary, adaptation_phase(simulation.method, simulation.task))

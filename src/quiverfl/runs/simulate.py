@@ -29,7 +29,7 @@ from quiverfl.engine.history import (
     Record,
     Recorder,
     Recorders,
-    checked_callbacks,
+    check_callbacks,
 )
 from quiverfl.engine.local.programs import is_convolutional
 from quiverfl.engine.rounds import run_rounds
@@ -137,9 +137,9 @@ class Simulation:
         """The graphs of the run. Peers know no more than each was told itself."""
         peers = self.settings.arithmetic == "peers"
         topology = seen_alone(self.topology) if peers else self.topology
-        return topology.checked(graph_needs(self.method))
+        return topology.with_check(graph_needs(self.method))
 
-    def _unseen(self, shard: Shard) -> UnseenClients | None:
+    def _make_unseen(self, shard: Shard) -> UnseenClients | None:
         """The clients that nobody has seen; attackers are not who they meet."""
         if self.data.unseen is None:
             return None
@@ -204,22 +204,22 @@ class Simulation:
         with self.compute_settings():
             if measured is None and resume is not None:
                 measured = resume.measured
-            together = LocalWorld.together if self.world is None else self.world.together
-            shard: Shard = together(lambda: self.shard(measured))
+            run_on_all = LocalWorld.run_on_all if self.world is None else self.world.run_on_all
+            shard: Shard = run_on_all(lambda: self.shard(measured))
             exchange, history, start = self.exchange(shard), History(), 0
             if resume is not None:
-                together(lambda: resume.apply(shard, exchange))
+                run_on_all(lambda: resume.apply(shard, exchange))
                 shard.share_reports()
                 history, start = resume.history.copy(), resume.round
 
-            newcomers, patience = self._unseen(shard), self._patience(history)
+            newcomers, patience = self._make_unseen(shard), self._patience(history)
             recorders = [history, *([] if recorder is None else [recorder])]
             told = Recorders(recorders, [*callbacks, *patience], self._most_recorded())
 
             def after_round(round: int) -> None:
                 more = round + 1 < settings.rounds
                 due = not more or (round + 1) % settings.checkpoint_every == 0
-                stopping, enough = more and stop(), more and told.enough()
+                stopping, enough = more and stop(), more and told.should_stop()
                 if newcomers is not None and newcomers.due(round, over=enough or not more):
                     newcomers.test(round, told)
                 if checkpoint is not None and (stopping or enough or due):
@@ -232,7 +232,7 @@ class Simulation:
             run = Run(self, shard, exchange, history)
             try:
                 with told.closing(), contextlib.suppress(_Enough):
-                    if start and any(one.enough() for one in patience):
+                    if start and any(one.should_stop() for one in patience):
                         raise _Enough
                     if isinstance(exchange, Player):
                         assert self.timing is not None
@@ -254,7 +254,7 @@ class Simulation:
                     "error's `run` has what was recorded before it."
                 )
                 raise Interrupted(run, sentence) from error
-            run.ended_early = any(one.enough() for one in patience)
+            run.ended_early = any(one.should_stop() for one in patience)
         return run
 
     def _patience(self, history: History) -> list[Callback]:
@@ -272,7 +272,7 @@ class Simulation:
 
         early = EarlyStopping(next(iter(self.task.metrics)), self.settings.patience)
         for evaluation in history.evaluations:
-            early.evaluated(*evaluation)
+            early.on_evaluation(*evaluation)
         return [early]
 
 
@@ -356,8 +356,8 @@ def simulate(
     )
     simulation.check()
     keep = None if checkpoint is None else (lambda taken: checkpoint(taken.copy()))
-    watchers = checked_callbacks(callbacks)
-    with _shown(progress, method, settings) as bar:
+    watchers = check_callbacks(callbacks)
+    with _show_progress(progress, method, settings) as bar:
         return simulation.run(recorder, resume, keep, stop, [*watchers, *bar])
 
 
@@ -417,13 +417,15 @@ class _Enough(Exception):
 
 
 @contextlib.contextmanager
-def _shown(progress: bool, method: Method, settings: RunSettings) -> Iterator[list[Recorder]]:
+def _show_progress(
+    progress: bool, method: Method, settings: RunSettings
+) -> Iterator[list[Recorder]]:
     if not progress:
         yield []
         return
-    from quiverfl.runs.progress import progress as shown
+    from quiverfl.runs.progress import progress as show
 
-    with shown(method.title, settings.rounds, quiet=False) as bar:
+    with show(method.title, settings.rounds, quiet=False) as bar:
         yield [] if bar is None else [bar]
 
 

@@ -201,6 +201,7 @@ def group_cells(
     return tuple(groups), tuple(missing)
 
 
+@refuse_old_names(failed="failures")
 @dataclass(frozen=True, eq=False, repr=False)
 class SweepResult(Results):
     """The cells of a sweep: how they ended, and what came out of them."""
@@ -243,7 +244,7 @@ class SweepResult(Results):
         return {cell.name: load_run(self.folder.run(cell)) for cell in self._list_finished()}
 
     @property
-    def failed(self) -> dict[str, str]:
+    def failures(self) -> dict[str, str]:
         """Reasons why cells did not finish, by their names, as far as they are known."""
         rows = list_cell_rows(self.plan, self.folder)
         return {r["cell"]: r["error"] for r in rows if r["state"] != "finished" and r["error"]}

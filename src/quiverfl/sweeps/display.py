@@ -88,7 +88,7 @@ class Tally:
         self._first: dict[str, int] = {}
         self._begin = time.monotonic()
 
-    def progressed(self, cell: Cell, rounds: int) -> None:
+    def record_progress(self, cell: Cell, rounds: int) -> None:
         """A resumed cell begins at its first round here, not at zero."""
         first = self._first.setdefault(cell.name, rounds - 1)
         left = max(1, cell.config.run.rounds - first)
@@ -105,7 +105,7 @@ class Tally:
         return done / max(sum(self._weights.values()), 1e-9)
 
     @property
-    def left(self) -> str:
+    def time_left(self) -> str:
         """The time left, from the pace so far."""
         if self.fraction < 0.01:
             return ""
@@ -118,16 +118,16 @@ class Tally:
 
 
 class _Silent:
-    def started(self, cell: Cell) -> None:
+    def on_cell_start(self, cell: Cell) -> None:
         pass
 
-    def restarted(self, cell: Cell, why: str) -> None:
+    def on_cell_restart(self, cell: Cell, why: str) -> None:
         pass
 
-    def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
+    def on_cell_progress(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         pass
 
-    def ended(self, outcome: Outcome) -> None:
+    def on_cell_end(self, outcome: Outcome) -> None:
         pass
 
 
@@ -142,7 +142,7 @@ class _Bars:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def started(self, cell: Cell) -> None:
+    def on_cell_start(self, cell: Cell) -> None:
         with self._lock:
             self._tasks[cell.name] = self._display.add_task(
                 escape(describe_cell(cell)),
@@ -151,20 +151,20 @@ class _Bars:
                 score="",
             )
 
-    def restarted(self, cell: Cell, why: str) -> None:
+    def on_cell_restart(self, cell: Cell, why: str) -> None:
         with self._lock:
             self._display.print(_format_restart(cell, why), markup=False, soft_wrap=True)
 
-    def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
+    def on_cell_progress(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         with self._lock:
-            self._tally.progressed(cell, rounds)
+            self._tally.record_progress(cell, rounds)
             done = f"{rounds}/{cell.config.run.rounds}"
             self._display.update(
                 self._tasks[cell.name], completed=rounds, done=done, score=_format_scores(scores)
             )
             self._show_whole()
 
-    def ended(self, outcome: Outcome) -> None:
+    def on_cell_end(self, outcome: Outcome) -> None:
         with self._lock:
             self._tally.conclude(outcome)
             self._display.remove_task(self._tasks.pop(outcome.cell.name))
@@ -188,24 +188,24 @@ class _Lines:
         self._running: dict[str, str] = {}
         self._last = time.monotonic()
 
-    def started(self, cell: Cell) -> None:
+    def on_cell_start(self, cell: Cell) -> None:
         with self._lock:
             self._running[cell.name] = f"{describe_cell(cell)} starting"
 
-    def restarted(self, cell: Cell, why: str) -> None:
+    def on_cell_restart(self, cell: Cell, why: str) -> None:
         with self._lock:
             self._print(_format_restart(cell, why))
 
-    def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
+    def on_cell_progress(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None:
         with self._lock:
-            self._tally.progressed(cell, rounds)
+            self._tally.record_progress(cell, rounds)
             self._running[cell.name] = (
                 f"{describe_cell(cell)} round {rounds}/{cell.config.run.rounds}"
             )
             if time.monotonic() - self._last > self.pause:
                 self._print(f"running: {'; '.join(self._running.values())}")
 
-    def ended(self, outcome: Outcome) -> None:
+    def on_cell_end(self, outcome: Outcome) -> None:
         with self._lock:
             self._tally.conclude(outcome)
             self._running.pop(outcome.cell.name, None)
@@ -213,7 +213,7 @@ class _Lines:
 
     def _print(self, text: str) -> None:
         self._last = time.monotonic()
-        line = f"[{self._tally.describe()}{self._tally.left}] {text}"
+        line = f"[{self._tally.describe()}{self._tally.time_left}] {text}"
         self._console.print(line, markup=False, soft_wrap=True)
 
 
@@ -235,7 +235,7 @@ class _Notebook(_Lines):
 
     def _bar(self, text: str) -> str:
         tally = self._tally
-        words = html.escape(f"{tally.describe()}{tally.left}")
+        words = html.escape(f"{tally.describe()}{tally.time_left}")
         return f'<progress value="{tally.fraction:.3f}"></progress> {words}. {html.escape(text)}'
 
 

@@ -65,7 +65,7 @@ def check_cells(cells: Sequence[Cell]) -> Reasons:
                 # A mistake in code of the person's own: the log of the cell will have all of it.
                 continue
     if mistakes:
-        raise QuiverError(_told(mistakes, len(cells)))
+        raise QuiverError(_describe_mistakes(mistakes, len(cells)))
     return absent
 
 
@@ -108,7 +108,7 @@ def _method_and_graph(config: Config) -> object:
     return [config.method.model_dump(), config.topology.model_dump()]
 
 
-def _told(mistakes: Reasons, total: int) -> str:
+def _describe_mistakes(mistakes: Reasons, total: int) -> str:
     count = sum(len(cells) for cells in mistakes.values())
     lines = []
     for reason, cells in mistakes.items():
@@ -186,7 +186,7 @@ def estimate_seconds(
         reasons += [reason] if reason else []
     enough = {cell.name: cell.config.run.rounds for cell in cells} | dict(until or {})
     seconds = {
-        cell.name: _left(cell, paces[cost_class(cell.config)], folder, enough[cell.name])
+        cell.name: _seconds_left(cell, paces[cost_class(cell.config)], folder, enough[cell.name])
         for cell in cells
     }
     return Estimate(seconds, len(untried), measured, next(iter(reasons), ""))
@@ -211,7 +211,7 @@ def recorded_pace(folder: SweepFolder, cell: Cell) -> float | None:
     return float(np.mean(seconds)) if len(seconds) > 1 else None
 
 
-def _left(cell: Cell, pace: float | None, folder: SweepFolder, rounds: int) -> float | None:
+def _seconds_left(cell: Cell, pace: float | None, folder: SweepFolder, rounds: int) -> float | None:
     if pace is None:
         return None
     done = len(read_lines(folder.run(cell) / "rounds.jsonl"))
@@ -277,10 +277,10 @@ class _Keeping:
     def __init__(self, records: list[dict[str, float]]) -> None:
         self._records = records
 
-    def evaluated(self, round: int, stage: str, metrics: object) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: object) -> None:
         pass
 
-    def finished(self, record: dict[str, float]) -> None:
+    def on_round_end(self, record: dict[str, float]) -> None:
         names = ("train_seconds", "mix_seconds", "evaluate_seconds")
         self._records.append({name: record[name] for name in names})
 

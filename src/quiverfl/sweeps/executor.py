@@ -76,10 +76,10 @@ class Outcome:
 class Watcher(Protocol):
     """Is notified of progress, from several threads."""
 
-    def started(self, cell: Cell) -> None: ...
-    def restarted(self, cell: Cell, why: str) -> None: ...
-    def progressed(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None: ...
-    def ended(self, outcome: Outcome) -> None: ...
+    def on_cell_start(self, cell: Cell) -> None: ...
+    def on_cell_restart(self, cell: Cell, why: str) -> None: ...
+    def on_cell_progress(self, cell: Cell, rounds: int, scores: dict[str, float]) -> None: ...
+    def on_cell_end(self, outcome: Outcome) -> None: ...
 
 
 class SweepExecutor(AbstractContextManager["SweepExecutor"], Protocol):
@@ -307,7 +307,7 @@ class _Workers:
             return process
 
     def _run(self, process: CellProcess, cell: Cell) -> Outcome:
-        self._watcher.started(cell)
+        self._watcher.on_cell_start(cell)
         begin = time.monotonic()
         code, message = 1, ""
         order = make_order(cell, self._folder, self._threads, self._until.get(cell.name))
@@ -315,10 +315,10 @@ class _Workers:
             if "ended" in report:
                 code, message = int(report["ended"]), str(report["message"])
             else:
-                self._watcher.progressed(cell, report["round"], report["scores"])
+                self._watcher.on_cell_progress(cell, report["round"], report["scores"])
         if self._stopped and code:  # ended by the sweep itself, not by a failure of its own
             return Outcome(cell, "failed", time.monotonic() - begin, message)
         outcome = conclude(cell, self._folder, code, message, begin)
         if not self._stopped:
-            self._watcher.ended(outcome)
+            self._watcher.on_cell_end(outcome)
         return outcome

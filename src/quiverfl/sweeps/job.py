@@ -49,7 +49,7 @@ def main() -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         code, message = run(order, data, said)
-        _say(said, {"ended": code, "message": message})
+        _send_line(said, {"ended": code, "message": message})
 
 
 def _read(orders: queue.SimpleQueue[Order]) -> None:
@@ -117,17 +117,17 @@ class _Telling:
         self._scores: dict[str, float] = {}
         self.rounds = 0
 
-    def evaluated(self, round: int, stage: str, metrics: Metrics) -> None:
+    def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
         values = next(iter(metrics.values()))  # of the metric that results are judged by
         if not np.isnan(values).all():
             self._scores[stage] = float(np.nanmean(values))
 
-    def finished(self, record: Record) -> None:
+    def on_round_end(self, record: Record) -> None:
         self.rounds = int(record["round"]) + 1
-        _say(self._said, {"round": self.rounds, "scores": self._scores})
+        _send_line(self._said, {"round": self.rounds, "scores": self._scores})
 
 
-def _say(said: TextIO, line: dict[str, Any]) -> None:
+def _send_line(said: TextIO, line: dict[str, Any]) -> None:
     print(json.dumps(line), file=said, flush=True)
 
 

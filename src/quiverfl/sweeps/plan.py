@@ -132,7 +132,7 @@ def plan_of(tree: Tree, path: Path, choice: Choice, scale: str | None = None) ->
     tree = tree if scale is None else _apply_scale(tree, scale, path)
     before, after = _settings(choice.values)
     base = _base(tree, path)
-    blocks = _chosen(_blocks(tree, path), choice)
+    blocks = _choose_grids(_blocks(tree, path), choice)
     cells = [
         Cell(config.with_values(after), name, point, _find_contradictions(case, after))
         for name, case in _cases(tree, choice, path)
@@ -224,7 +224,9 @@ def _blocks(tree: Tree, path: Path) -> list[dict[str, list[Any]]]:
     return blocks
 
 
-def _chosen(blocks: Sequence[dict[str, list[Any]]], choice: Choice) -> list[dict[str, list[Any]]]:
+def _choose_grids(
+    blocks: Sequence[dict[str, list[Any]]], choice: Choice
+) -> list[dict[str, list[Any]]]:
     """The grids with the chosen methods and seeds. Of several grids each keeps its own methods."""
     chosen = [dict(block) for block in blocks]
     for block in chosen:
@@ -251,7 +253,7 @@ def _points(
     others = [key for key in axes if key not in ("method.name", "run.seed")]
     for name in axes["method.name"]:
         for values in itertools.product(*(axes[key] for key in others)):
-            point = tuple((key, _frozen(v)) for key, v in zip(others, values, strict=True))
+            point = tuple((key, _freeze(v)) for key, v in zip(others, values, strict=True))
             for seed in axes["run.seed"]:
                 yield config.for_method(name).with_values([*point, ("run.seed", seed)]), point
 
@@ -299,21 +301,21 @@ def _of_case(base: Tree, name: str, case: Tree, path: Path) -> Tree:
             )
         del holder[last]
     own = {key: value for key, value in case.items() if key != "without"}
-    return _laid_over(tree, own)
+    return _overlay(tree, own)
 
 
-def _laid_over(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:
+def _overlay(base: Mapping[str, Any], case: Mapping[str, Any]) -> Tree:
     merged = dict(base)
     for key, value in case.items():
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = _laid_over(old, value)
+            merged[key] = _overlay(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def _frozen(value: Any) -> Any:
+def _freeze(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -205,13 +205,13 @@ class _RunningTasks:
         cell = task.cell
         if not task.begin:
             task.begin = time.monotonic()
-            self.watcher.started(cell)
+            self.watcher.on_cell_start(cell)
         if "archive" in report:
             unpack_into_run(report["archive"], self.folder.run(cell))
         if "log" in report:
             self.folder.log(cell).write_text(report["log"])
         if "round" in report:
-            self.watcher.progressed(cell, report["round"], report["scores"])
+            self.watcher.on_cell_progress(cell, report["round"], report["scores"])
         if "ended" in report:
             task.ending = int(report["ended"]), str(report["message"])
 
@@ -220,9 +220,9 @@ class _RunningTasks:
             return self._restart(task, "its Ray task ended without a word")
         if not task.begin:
             task.begin = time.monotonic()
-            self.watcher.started(task.cell)
+            self.watcher.on_cell_start(task.cell)
         outcome = conclude(task.cell, self.folder, *task.ending, task.begin)
-        self.watcher.ended(outcome)
+        self.watcher.on_cell_end(outcome)
         return outcome
 
     def _restart(self, task: _CellTask, why: str) -> Outcome | None:
@@ -232,7 +232,7 @@ class _RunningTasks:
             return self._conclude(task)
         task.restarts += 1
         if task.begin:
-            self.watcher.restarted(task.cell, why)
+            self.watcher.on_cell_restart(task.cell, why)
         self._submit(task)
         return None
 

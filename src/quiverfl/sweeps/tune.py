@@ -191,7 +191,7 @@ class Rules:
             raise QuiverError(f"tuning.rounds = {rounds!r}: write a number of rounds, like 60.")
         return cls(tuple(sorted(set(rungs))), keep, rounds)
 
-    def stay(self, tries: int) -> int:
+    def survivors(self, tries: int) -> int:
         return min(tries, max(2, math.ceil(self.keep * tries)))
 
 
@@ -314,7 +314,7 @@ def run_brackets(brackets: Sequence[Bracket], rules: Rules, run: Run) -> None:
             bracket.seeds.update(dict.fromkeys(points, 1))
             if fraction < 1:
                 alive[id(bracket)] = bracket.sort_points(points, fraction, 1)[
-                    : rules.stay(len(points))
+                    : rules.survivors(len(points))
                 ]
     seeds = max(
         len({c.config.run.seed for c in of}) for one in brackets for of in one.tries.values()

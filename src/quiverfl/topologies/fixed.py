@@ -18,19 +18,19 @@ from quiverfl.types import Integers
 def isolated(clients: int) -> Topology:
     """Nobody sends anything: every client keeps its own message (the identity matrix)."""
     clients = check_clients("isolated", clients)
-    return Topology.fixed("isolated", _circulant(clients, [0]))
+    return Topology.from_graph("isolated", _circulant(clients, [0]))
 
 
 def ring(clients: int) -> Topology:
     """Undirected ring: 1/3 to oneself and to each of the two neighbours."""
     clients = check_clients("ring", clients)
-    return Topology.fixed("ring", _circulant(clients, [0, 1, -1]))
+    return Topology.from_graph("ring", _circulant(clients, [0, 1, -1]))
 
 
 def directed_ring(clients: int) -> Topology:
     """Directed ring: client i keeps one half and sends the other to client i + 1."""
     clients = check_clients("directed_ring", clients)
-    return Topology.fixed("directed_ring", _circulant(clients, [0, 1]))
+    return Topology.from_graph("directed_ring", _circulant(clients, [0, 1]))
 
 
 def full(clients: int) -> Topology:
@@ -38,14 +38,14 @@ def full(clients: int) -> Topology:
     clients = check_clients("full", clients)
     every, active = np.arange(clients), np.ones(clients, dtype=bool)
     graph = build_one_row_graph(every, np.full(clients, 1 / clients), active)
-    return Topology.fixed("full", graph)
+    return Topology.from_graph("full", graph)
 
 
 def exponential(clients: int) -> Topology:
     """Directed exponential: client i sends to i + 1, i + 2, i + 4, … in every round."""
     clients = check_clients("exponential", clients)
     graph = _circulant(clients, [0, *_list_hops(clients)])
-    return Topology.fixed("exponential", graph)
+    return Topology.from_graph("exponential", graph)
 
 
 def one_peer_exponential(clients: int) -> Topology:
@@ -61,13 +61,13 @@ def one_peer_exponential(clients: int) -> Topology:
 def grid(clients: int) -> Topology:
     """Undirected grid, as square as the number of clients allows, with Metropolis weights."""
     clients = check_clients("grid", clients)
-    return Topology.fixed("grid", _lattice(clients, wrap=False))
+    return Topology.from_graph("grid", _lattice(clients, wrap=False))
 
 
 def torus(clients: int) -> Topology:
     """Undirected grid whose edges wrap around, as square as possible, with Metropolis weights."""
     clients = check_clients("torus", clients)
-    return Topology.fixed("torus", _lattice(clients, wrap=True))
+    return Topology.from_graph("torus", _lattice(clients, wrap=True))
 
 
 def _take_turns(graphs: tuple[Graph, ...], round: int) -> Graph:
@@ -115,7 +115,7 @@ def star(clients: int, sampled: int, seed: int = 0, static: bool = False) -> Top
     draw = partial(_star, clients, sampled, seed)
     options = {"sampled": sampled, "seed": seed, "static": static}
     if static:
-        return Topology.fixed("star", draw(0), **options)
+        return Topology.from_graph("star", draw(0), **options)
     return Topology("star", clients, draw, options)
 
 

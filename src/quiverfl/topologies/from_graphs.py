@@ -81,12 +81,12 @@ def from_networkx(graph: nx.Graph[Any], weights: Weighting | None = None) -> Top
         drawn = metropolis_graph(clients, senders, receivers)
     else:
         drawn = _even_weights(clients, senders, receivers, by=chosen)
-    return Topology.fixed("from_networkx", drawn, weights=chosen)
+    return Topology.from_graph("from_networkx", drawn, weights=chosen)
 
 
 def from_matrix(matrix: Any) -> Topology:
     """A fixed matrix, dense or sparse: weights[receiver, sender]."""
-    return Topology.fixed("from_matrix", as_graph("from_matrix", matrix, None))
+    return Topology.from_graph("from_matrix", as_graph("from_matrix", matrix, None))
 
 
 @refuse_old_names(looks="reports")

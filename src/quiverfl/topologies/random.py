@@ -77,7 +77,7 @@ def draw_topology(
 ) -> Topology:
     """Draw a graph in every round, or keep that of the first."""
     if static:
-        return Topology.fixed(name, draw(0), **options, static=True)
+        return Topology.from_graph(name, draw(0), **options, static=True)
     return Topology(name, clients, draw, {**options, "static": False})
 
 

@@ -18,7 +18,7 @@ from quiverfl.topologies.shown_graph import TopologyCard
 from quiverfl.types import Flags, Floats, Integers
 
 
-@refuse_old_names(looks="reports")
+@refuse_old_names(looks="reports", fixed="from_graph", checked="with_check")
 @dataclass(frozen=True, repr=False)
 class Topology(TopologyCard):
     """Round → Graph, a pure function of (seed, round), with the options that made it.
@@ -39,11 +39,11 @@ class Topology(TopologyCard):
         object.__setattr__(self, "options", python_number(self.options))
 
     @classmethod
-    def fixed(cls, name: str, graph: Graph, **options: Any) -> Topology:
+    def from_graph(cls, name: str, graph: Graph, **options: Any) -> Topology:
         """The same graph in every round."""
         return cls(name, graph.clients, partial(_return_graph, graph), options)
 
-    def checked(self, needs: GraphNeeds) -> Topology:
+    def with_check(self, needs: GraphNeeds) -> Topology:
         """The same topology; a graph that does not fit is refused as soon as it is drawn."""
         return replace(self, draw=partial(_draw_checked, self.draw, needs))
 

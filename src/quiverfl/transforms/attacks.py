@@ -74,7 +74,8 @@ class AddNoise(_Attack):
 
     def attack(self, sent: Message, before: Message, mass: str | None, noise: Noise) -> Message:
         return {
-            n: x if n == mass else x + self.deviation * noise.like(n, x) for n, x in sent.items()
+            n: x if n == mass else x + self.deviation * noise.draw_like(n, x)
+            for n, x in sent.items()
         }
 
 
@@ -145,7 +146,7 @@ class Adaptive(_Attack):
         """The attack with the reach of a rule, unless a distance was given."""
         if self.distance is not None:
             return self
-        reach = None if rule is None else rule.reach(progress)
+        reach = None if rule is None else rule.acceptance_radius(progress)
         if reach is None:
             what = "no rule" if rule is None else f"robustness.name = {rule.name!r}"
             raise QuiverError(

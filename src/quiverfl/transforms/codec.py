@@ -98,7 +98,7 @@ def _encode_quantized(
     scales, codes = [], []
     for part, first in ((whole, 0), (rest, len(whole))):
         if part.numel():
-            own = dither.at(first, len(part))[0, :, : part.shape[1]]
+            own = dither.take_blocks(first, len(part))[0, :, : part.shape[1]]
             scale = compression.scales(part)
             scales.append(scale.reshape(-1))
             codes.append(compression.codes(part, scale, own).reshape(-1))
@@ -142,7 +142,7 @@ def _split_blocks(leaf: Tensor) -> tuple[Tensor, Tensor]:
 def _draw_indices(
     compression: RandomK, dither: ClientDither, first: int, shape: torch.Size
 ) -> Tensor:
-    return compression.select_indices(dither.at(first, shape[0])[0, :, : shape[1]])
+    return compression.select_indices(dither.take_blocks(first, shape[0])[0, :, : shape[1]])
 
 
 def _read_indices(head: Bytes, count: int, width: int) -> Tensor:
@@ -233,7 +233,7 @@ class MessageCodec:
 
     def _dither(self, name: str, numbers: int, origin: Origin) -> ClientDither:
         dither = _dither_of_round(self.seed, origin.round)
-        return dither.of(name, np.array([origin.client]), numbers)
+        return dither.for_leaf(name, np.array([origin.client]), numbers)
 
 
 @lru_cache(maxsize=2)

@@ -36,11 +36,11 @@ class Noise:
     secret: bytes = b""
     """Noise is drawn from it where others know the seed, which must not tell them the noise."""
 
-    def again(self, count: int) -> Noise:
+    def with_count(self, count: int) -> Noise:
         """Other numbers for the same round and clients; the same ones for count 0."""
         return self if not count else replace(self, purpose=f"{self.purpose} again {count}")
 
-    def like(self, name: str, leaf: Tensor) -> Tensor:
+    def draw_like(self, name: str, leaf: Tensor) -> Tensor:
         """A standard normal number for every element of a leaf; leaves of another name differ."""
         count = int(np.prod(leaf.shape[1:], dtype=np.int64))
         rows = [torch.from_numpy(self._row(name, int(c), count)) for c in self.clients]
@@ -104,7 +104,7 @@ class Dither:
         once = torch.from_numpy((self.integers.astype(np.float32) + 0.5) / 65536)
         return torch.cat([once, once]).to(self.device)
 
-    def of(self, leaf: str, clients: Integers, numbers: int) -> ClientDither:
+    def for_leaf(self, leaf: str, clients: Integers, numbers: int) -> ClientDither:
         """What these clients draw for a leaf of this many numbers."""
         groups, own = np.unique(clients // ROWS, return_inverse=True)
         blocks = np.arange(-(-numbers // BLOCK))
@@ -123,7 +123,7 @@ class ClientDither:
     groups: Integers
     numbers: Integers
 
-    def at(self, first: int, count: int) -> Tensor:
+    def take_blocks(self, first: int, count: int) -> Tensor:
         """[clients, count, BLOCK] for `count` blocks from block `first`."""
         table = self.round.table
         if count == 1 and self._together:  # a view: what matters where there are many clients

@@ -57,7 +57,7 @@ class UpdatePrivacy(_Gaussian):
         factors = torch.clamp(self.clip / message_norms(update).clamp_min(1e-300), max=1.0)
         private = dict(sent)
         for name, leaf in update.items():
-            added = self.noise * self.clip * noise.like(name, leaf)
+            added = self.noise * self.clip * noise.draw_like(name, leaf)
             private[name] = before[name] + expand_rows(factors, leaf) * leaf + added
         return private
 

@@ -50,7 +50,7 @@ class Robustness(Protocol):
     def factors(self, messages: ReceivedMessage) -> Floats:
         """The part of every link's share that is accepted, in [0, 1]."""
 
-    def reach(self, progress: float) -> float | None:
+    def acceptance_radius(self, progress: float) -> float | None:
         """The largest distance at which a model is fully accepted, as a multiple of the norm of
         the receiver's own; None where there is no such bound. An adaptive attack uses it."""
 
@@ -80,7 +80,7 @@ class SelfCenteredClip:
         factors: Floats = np.minimum(1.0, radii / np.maximum(messages.distances, 1e-300))
         return factors
 
-    def reach(self, progress: float) -> None:
+    def acceptance_radius(self, progress: float) -> None:
         """None: which models are near depends on the others."""
 
 
@@ -103,11 +103,11 @@ class Balance:
         check_options(self, "robustness")
 
     def factors(self, messages: ReceivedMessage) -> Floats:
-        return (messages.distances <= self.reach(messages.progress) * messages.own).astype(
-            np.float64
-        )
+        return (
+            messages.distances <= self.acceptance_radius(messages.progress) * messages.own
+        ).astype(np.float64)
 
-    def reach(self, progress: float) -> float:
+    def acceptance_radius(self, progress: float) -> float:
         return self.gamma * math.exp(-self.kappa * progress)
 
 
@@ -129,7 +129,7 @@ class NormBound:
     def factors(self, messages: ReceivedMessage) -> Floats:
         return np.asarray(self.accepts(messages.theirs, messages.own), dtype=np.float64)
 
-    def reach(self, progress: float) -> float:
+    def acceptance_radius(self, progress: float) -> float:
         return max(0.0, self.factor - 1)
 
     def accepts(self, theirs: Any, own: Any) -> Any:

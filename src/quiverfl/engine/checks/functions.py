@@ -100,7 +100,7 @@ class _Trial:
         if phase.lr_scale is not None:
             self._call(phase.lr_scale, state)
         if phase.loss is not None:
-            self._look(phase.loss, params, state)
+            self._check_loss(phase.loss, params, state)
         one = params.shared.new_ones(CLIENTS)
         rate, moves = self.training.lr_at(0), self._make_gradient(params, "whole")
         shared, personal = (part - STEP * move for part, move in zip(params, moves, strict=True))
@@ -110,7 +110,7 @@ class _Trial:
         after = self._call(phase.update, state, trained)
         return check_same_structure(phase.update, after, state)
 
-    def _look(self, loss: Loss, params: Params, state: Any) -> None:
+    def _check_loss(self, loss: Loss, params: Params, state: Any) -> None:
         """The method's own loss of two samples, and what its teachers see."""
         seen, y = self.probe.look(params, loss.needs_features)
         models = () if loss.teachers is None else self._call(loss.teachers, state)

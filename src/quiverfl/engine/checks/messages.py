@@ -109,7 +109,7 @@ def _check_message(
             "not sampled has no share with which a rest could stay. Name a topology without a "
             f"server, such as random_push or random_regular, or leave [{section}] out."
         )
-    state = ModelProbe.here(task, data, settings.dtype).first_state(method)
+    state = ModelProbe.from_data(task, data, settings.dtype).first_state(method)
     if replicated_fields(type(state)):
         raise QuiverError(
             f"{method.title} keeps a server's state of which every client has the same copy; what "

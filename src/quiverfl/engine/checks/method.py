@@ -82,7 +82,7 @@ def check_fit(
     check_batch_sizes(task, data, method.phases(task), training)
     check_compile(task, data, method, settings)
     check_kernels(task, settings)
-    probe = ModelProbe.here(task, data, settings.dtype)
+    probe = ModelProbe.from_data(task, data, settings.dtype)
     if task.own_models:
         check_sent_parts(task, method, probe.first_state(method))
     check_functions(method, task, probe, training, alike=first.one_row)
@@ -251,7 +251,7 @@ def check_phases(method: Method, phases: Sequence[Phase], unequal_epochs: bool) 
             )
         if isinstance(phase, Interleaved):
             for inner in phase.phases:
-                _inside(method, inner)
+                _check_inner(method, inner)
 
 
 def _rate_is_read(method: Method, phases: Sequence[Phase], training: Training) -> None:
@@ -300,7 +300,7 @@ def _check_length(method: Method, phase: Train | Interleaved) -> None:
         )
 
 
-def _inside(method: Method, inner: Train | SingleStep) -> None:
+def _check_inner(method: Method, inner: Train | SingleStep) -> None:
     if isinstance(inner, Train):
         wrong = {
             "epochs": inner.epochs is not None,

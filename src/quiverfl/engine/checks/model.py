@@ -69,9 +69,9 @@ CPU, KEY = torch.device("cpu"), torch.int64
 
 def check_model(task: Task, data: FederatedData, executor: str = "auto") -> None:
     """Two samples through the model, in training and in use, then through loss and metrics."""
-    x, y = (tree_map(_two, part) for part in (data.train.x, data.train.y))
+    x, y = (tree_map(_first_two, part) for part in (data.train.x, data.train.y))
     x = data.prepare(x) if data.prepare is not None else x
-    x, y = tree_map(_single, x), tree_map(_single, y)
+    x, y = tree_map(_to_float32, x), tree_map(_to_float32, y)
     program = Program.of(task, torch.float32, CPU)
     with torch.no_grad():
         _check_training(program, x)
@@ -158,7 +158,7 @@ def check_batch_sizes(
 def _needs_several(task: Task, data: FederatedData) -> bool:
     """Whether training on one sample fails where it does not on two."""
     x = tree_map(lambda leaf: leaf[:1], data.train.x)
-    x = tree_map(_single, data.prepare(x) if data.prepare is not None else x)
+    x = tree_map(_to_float32, data.prepare(x) if data.prepare is not None else x)
     program = Program.of(task, torch.float32, CPU)
     program.module.train()
     try:
@@ -169,12 +169,12 @@ def _needs_several(task: Task, data: FederatedData) -> bool:
     return False
 
 
-def _two(leaf: Tensor) -> Tensor:
+def _first_two(leaf: Tensor) -> Tensor:
     two = leaf[:2]
     return torch.cat([two, two])[:2]  # also where there is one sample only
 
 
-def _single(leaf: Tensor) -> Tensor:
+def _to_float32(leaf: Tensor) -> Tensor:
     return leaf.to(torch.float32) if leaf.is_floating_point() else leaf
 
 

@@ -48,7 +48,7 @@ class ModelProbe:
         return cls(task, Program.of(task, dtype, device), point, *one)
 
     @classmethod
-    def here(cls, task: Task, data: FederatedData, dtype: torch.dtype) -> ModelProbe:
+    def from_data(cls, task: Task, data: FederatedData, dtype: torch.dtype) -> ModelProbe:
         """On the CPU, before anything is made for a run; the first sample twice."""
 
         def twice(leaf: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class ModelProbe:
         self._program.module.eval()
         seen = []
         for own in zip(*params, strict=True):
-            named = self._program.named(Params(*own))
+            named = self._program.named_params(Params(*own))
             seen.append(self._program.call(named, self._x, features))
         outputs = tree_map(lambda *leaves: torch.stack(leaves), *(one.outputs for one in seen))
         targets = tree_map(lambda leaf: torch.stack([leaf] * len(seen)), self._y)
@@ -77,7 +77,7 @@ class ModelProbe:
     @cached_property
     def shapes(self) -> Shapes:
         """The shapes of features and outputs; of several outputs the first."""
-        program, named = self._program, self._program.named(self._point)
+        program, named = self._program, self._program.named_params(self._point)
         program.module.eval()
         with torch.no_grad():
             try:
@@ -101,7 +101,7 @@ class ModelProbe:
         self._program.module.train()
         draws = KeyedRandomMode(self._key())
         with torch.no_grad():
-            self._program.outputs(self._program.named(self._point), self._x, draws)
+            self._program.outputs(self._program.named_params(self._point), self._x, draws)
         return draws.count > 0
 
     def why_not_stacked(self, loops: bool = False) -> str | None:
@@ -121,7 +121,7 @@ class ModelProbe:
         with _vmap_loops(loops):
             try:
                 together.bind(self._program, point, "whole")(Batch(2, x, y, keys=keys))
-                together.see(self._program, point, x)
+                together.forward(self._program, point, x)
             except Exception as error:  # whatever it is: one by one it works, or says it again
                 return _first_sentence(error)
         return None
@@ -132,7 +132,7 @@ class ModelProbe:
         PyTorch computes a sigmoid one way in full vectors and another way in what is left.
         """
         self._program.module.train()
-        named = self._program.named(self._point)
+        named = self._program.named_params(self._point)
         named = {name: leaf.detach().requires_grad_() for name, leaf in named.items()}
         x = tree_map(_differentiable, self._x)
         loss = self._task.loss(self._program.outputs(named, x), self._y)

@@ -69,7 +69,7 @@ class CompressionStage(MessageStage):
         moves = None if in_core else subtract_identity(graph)
         silent = np.flatnonzero(keeps_all(graph)[self._ids])
         for name, leaf in leaves.items():
-            own = dither.of(name, self._ids, leaf[0].numel() if len(leaf) else 0)
+            own = dither.for_leaf(name, self._ids, leaf[0].numel() if len(leaf) else 0)
             code = ColumnCode(self._compression, own, silent)
             if self._fused and moves is not None:
                 self._rest[name] = mix_coded(moves, leaf, code) if moves.matrix.nnz else leaf

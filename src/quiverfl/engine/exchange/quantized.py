@@ -58,7 +58,9 @@ def transmit_columns(
         if count:
             split = columns.view(len(rows), count, width)
             block = begin // BLOCK + first
-            noise = dither.at(block, count)[..., :width] if compression.is_random else split
+            noise = (
+                dither.take_blocks(block, count)[..., :width] if compression.is_random else split
+            )
             parts.append(compression.transmit(split, noise).flatten(1))
     if not parts:
         return rows.clone()
@@ -119,7 +121,7 @@ def compiled_matches_torch(coder: Quantize) -> bool:
     clients, numbers = 48, 2 * BLOCK + 29
     graph = random_push(clients, 6)(0)
     leaf = torch.from_numpy(np.random.default_rng(0).normal(size=(clients, numbers))).float()
-    dither = Dither(0, 0).of("trial", np.arange(clients), numbers)
+    dither = Dither(0, 0).for_leaf("trial", np.arange(clients), numbers)
     code = ColumnCode(coder, dither, np.arange(3))
     return torch.equal(_by_c(graph, leaf.clone(), code), _by_torch(graph, leaf, code))
 

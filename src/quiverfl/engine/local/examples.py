@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     def repeat_for_step(self, repeat: int, first_noise: int = 0) -> Batch:
         """The same samples for another step: models and noise draw other numbers."""
         keys = None if self.keys is None else self.keys + repeat
-        noise = None if self.noise is None else self.noise.again(first_noise + repeat)
+        noise = None if self.noise is None else self.noise.with_count(first_noise + repeat)
         rest = self.second_half
         # Both gradients of a lookahead are of one function: the same numbers are drawn.
         rest = None if rest is None else rest._replace(keys=keys, noise=noise)
@@ -124,7 +124,7 @@ class Examples:
         """
         indices = self._split.offsets[rows][:, None, None] + plan.samples
         (places,) = self._move(torch.from_numpy(indices))
-        weighted, padded, shapes = None, plan.padded, plan.shapes
+        weighted, padded, shapes = None, plan.has_padding, plan.shapes
         if padded.any():
             inside = np.arange(plan.samples.shape[2]) < plan.counts[:, :, None]
             (weighted,) = self._move(torch.from_numpy(inside))

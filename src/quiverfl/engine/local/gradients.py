@@ -109,7 +109,7 @@ class _PhaseLoss:
         features, models = self._loss.needs_features, vmap_clients(self._loss.teachers)(state)
         inputs = None if self._batch is None else self._batch.inputs
         return tuple(
-            self._executor.see(self._programs(1 + number), params, inputs, features)
+            self._executor.forward(self._programs(1 + number), params, inputs, features)
             for number, params in enumerate(models)
         )
 
@@ -152,7 +152,7 @@ def bind_samples(
     The parameters of a client are seen once for every sample, without a copy, and differentiated
     as if they were as many.
     """
-    named, trained = program.named(point), program.trained(part)
+    named, trained = program.named_params(point), program.param_names(part)
     losses = losses or make_losses(program.loss)
     program.module.train()
 
@@ -207,4 +207,4 @@ def private_gradient(
             total = one * factor if total is None else total.addcmul_(one, factor)
     assert total is not None
     counts = width if weights is None else weights.sum(dim=1, keepdim=True)
-    return (total + private.noise * private.clip * noise.like("gradient", total)) / counts
+    return (total + private.noise * private.clip * noise.draw_like("gradient", total)) / counts

@@ -95,7 +95,7 @@ class KeyedRandomMode(TorchFunctionMode):
         radius = torch.sqrt(-2.0 * torch.log1p(-self.uniform(shape, dtype)))
         return radius * torch.cos(2.0 * math.pi * self.uniform(shape, dtype))
 
-    def kept(self, shape: Iterable[int], p: float) -> Tensor:
+    def keep_mask(self, shape: Iterable[int], p: float) -> Tensor:
         """True with probability 1 - p."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -143,11 +143,11 @@ def _mask_units(
     if not training or p == 0:
         return input
     scaled = input / (1 - p) if p < 1 else input
-    result = torch.where(draws.kept(shape, p), scaled, 0.0)
+    result = torch.where(draws.keep_mask(shape, p), scaled, 0.0)
     return input.copy_(result) if inplace else result
 
 
-def _alpha(axes: Callable[[Tensor], int]) -> Callable[..., Tensor]:
+def _make_alpha_dropout(axes: Callable[[Tensor], int]) -> Callable[..., Tensor]:
     """Dropout that keeps SELU's mean and variance (Klambauer et al. 2017)."""
 
     def dropout(
@@ -159,7 +159,7 @@ def _alpha(axes: Callable[[Tensor], int]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if not training or p == 0:
             return input
-        kept = draws.kept(_leading(input, axes(input)), p)
+        kept = draws.keep_mask(_leading(input, axes(input)), p)
         if p == 1:
             result = torch.zeros_like(input)
         else:
@@ -209,19 +209,21 @@ def _attention_layer(*args: Any, **kwargs: Any) -> Any:
     return opened(*args, **kwargs)
 
 
-def _like(
+def _draw_like(
     draw: Callable[[KeyedRandomMode, Iterable[int], torch.dtype], Tensor],
 ) -> Callable[..., Any]:
-    def drawn(draws: KeyedRandomMode, input: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    def draw_numbers(
+        draws: KeyedRandomMode, input: Tensor, *, dtype: Any = None, **_: Any
+    ) -> Tensor:
         return draw(draws, input.shape, dtype or input.dtype)
 
-    return drawn
+    return draw_numbers
 
 
 def _draw_of_size(
     draw: Callable[[KeyedRandomMode, Iterable[int], torch.dtype], Tensor],
 ) -> Callable[..., Any]:
-    def drawn(
+    def draw_numbers(
         draws: KeyedRandomMode,
         *size: Any,
         dtype: Any = None,
@@ -232,7 +234,7 @@ def _draw_of_size(
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         return draw(draws, shape, dtype or torch.get_default_dtype())
 
-    return drawn
+    return draw_numbers
 
 
 def _bernoulli(draws: KeyedRandomMode, input: Tensor, p: float | None = None) -> Tensor:
@@ -258,11 +260,11 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     F.dropout1d: _of_features(lambda x: x.ndim - 1),
     F.dropout2d: _of_features(lambda x: 2),
     F.dropout3d: _of_features(lambda x: x.ndim - 3),
-    F.alpha_dropout: _alpha(lambda x: x.ndim),
-    F.feature_alpha_dropout: _alpha(lambda x: 2),
+    F.alpha_dropout: _make_alpha_dropout(lambda x: x.ndim),
+    F.feature_alpha_dropout: _make_alpha_dropout(lambda x: 2),
     F.scaled_dot_product_attention: _attention,
-    torch.rand_like: _like(KeyedRandomMode.uniform),
-    torch.randn_like: _like(KeyedRandomMode.normal),
+    torch.rand_like: _draw_like(KeyedRandomMode.uniform),
+    torch.randn_like: _draw_like(KeyedRandomMode.normal),
     torch.rand: _draw_of_size(KeyedRandomMode.uniform),
     torch.randn: _draw_of_size(KeyedRandomMode.normal),
     torch.bernoulli: _bernoulli,

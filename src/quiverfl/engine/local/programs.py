@@ -73,7 +73,7 @@ class Program:
         own = Program.of(task, like.dtype, like.device)
         return replace(own, padding=self.personal.size - own.personal.size)
 
-    def another(self) -> Program:
+    def copy(self) -> Program:
         """The same on a module of its own; what is the same for all clients is not copied."""
         bound = {*self.shared.names, *self.personal.names}
         same = [p for name, p in self.module.named_parameters() if name not in bound]
@@ -97,7 +97,7 @@ class Program:
         module = self.module.get_submodule(self.head)
         return Program(module, Layout((), ()), Layout(names, self.personal.shapes), self.loss, None)
 
-    def named(self, point: Params) -> dict[str, Tensor]:
+    def named_params(self, point: Params) -> dict[str, Tensor]:
         return {**self.shared.split(point.shared), **self.personal.split(point.personal)}
 
     @cached_property
@@ -116,7 +116,7 @@ class Program:
             if names[id(p)] in bound
         )
 
-    def trained(self, part: Part) -> tuple[str, ...]:
+    def param_names(self, part: Part) -> tuple[str, ...]:
         shared = self.shared.names if part != "personal" else ()
         personal = self.personal.names if part != "shared" else ()
         return shared + personal
@@ -198,7 +198,7 @@ class ProgramPool:
         key = (WORKER.index, slot, 0 if own is None else id(own))
         if key not in self._programs:
             # Of one that nobody computes on: a copy made meanwhile would be of a model in use.
-            self._programs[key] = template.another()
+            self._programs[key] = template.copy()
         program = self._programs[key]
         if program.statistics.names:
             program.bind_statistics(self.statistics[model])
@@ -229,10 +229,12 @@ class Executor(Protocol):
     @property
     def chunk(self) -> int: ...
     @property
-    def evaluated(self) -> int: ...
+    def evaluation_chunk(self) -> int: ...
     @property
     def image_format(self) -> torch.memory_format: ...
-    def see(self, program: Program, point: Params, x: Tree, features: bool = False) -> ModelOutputs:
+    def forward(
+        self, program: Program, point: Params, x: Tree, features: bool = False
+    ) -> ModelOutputs:
         """What k stacked models make of inputs [k, n, …], in use; nothing is differentiated."""
 
     def bind(
@@ -256,15 +258,17 @@ class Vectorized:
 
     name: str = "vectorized"
     chunk: int = 25
-    evaluated: int = 100
+    evaluation_chunk: int = 100
     image_format: torch.memory_format = torch.contiguous_format
     compiled: Stacked | None = None
     """Computes the models of a gradient in place of `stacked`."""
 
-    def see(self, program: Program, point: Params, x: Tree, features: bool = False) -> ModelOutputs:
+    def forward(
+        self, program: Program, point: Params, x: Tree, features: bool = False
+    ) -> ModelOutputs:
         program.module.eval()
         with torch.no_grad():
-            return call_stacked(program, program.named(point), x, features)
+            return call_stacked(program, program.named_params(point), x, features)
 
     def bind(
         self,
@@ -275,8 +279,8 @@ class Vectorized:
         features: bool = False,
         training: bool = True,
     ) -> Gradient:
-        named = program.named(point)
-        trained = program.trained(part)
+        named = program.named_params(point)
+        trained = program.param_names(part)
         losses = losses or make_losses(program.loss)
         program.module.train(training)
 
@@ -299,12 +303,14 @@ class Sequential:
 
     name: str = "sequential"
     chunk: int = 1
-    evaluated: int = 1
+    evaluation_chunk: int = 1
     image_format: torch.memory_format = torch.channels_last
 
-    def see(self, program: Program, point: Params, x: Tree, features: bool = False) -> ModelOutputs:
+    def forward(
+        self, program: Program, point: Params, x: Tree, features: bool = False
+    ) -> ModelOutputs:
         program.module.eval()
-        _bind(program, program.named(Params(*(align_rows(part)[0] for part in point))), ())
+        _bind(program, program.named_params(Params(*(align_rows(part)[0] for part in point))), ())
         with torch.no_grad():
             return _one(program.call(None, tree_map(self._first, x), features))
 
@@ -317,8 +323,8 @@ class Sequential:
         features: bool = False,
         training: bool = True,
     ) -> Gradient:
-        named = program.named(Params(*(part[0] for part in point)))
-        leaves = _bind(program, named, program.trained(part))
+        named = program.named_params(Params(*(part[0] for part in point)))
+        leaves = _bind(program, named, program.param_names(part))
         losses = losses or make_losses(program.loss)
         program.module.train(training)
 

@@ -103,7 +103,7 @@ class SingleSteps:
             places = np.arange(begin, min(begin + SLAB, most))
             inside = torch.from_numpy(places < sizes[:, None]).to(point.shared)
             x, y = context.examples.gather(group.rows, np.minimum(places, sizes[:, None] - 1))
-            seen = context.executor.see(program, point, x, features)
+            seen = context.executor.forward(program, point, x, features)
             found: Message = vmap_clients(phase.statistics)(seen, y, inside, state)
             for name, leaf in found.items():
                 total[name] = leaf if name not in total else total[name] + leaf

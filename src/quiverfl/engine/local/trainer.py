@@ -243,7 +243,7 @@ class _PhaseWork:
         parts, targets = [], []
         for begin in range(0, width, FEATURES):
             x, y = context.examples.gather(rows, samples[:, begin : begin + FEATURES])
-            parts.append(context.executor.see(program, params, x, features=True).features)
+            parts.append(context.executor.forward(program, params, x, features=True).features)
             targets.append(y)
         if isinstance(targets[0], Tensor):
             y = torch.cat(targets, dim=1).flatten(0, 1)

@@ -56,14 +56,14 @@ def parallel_for(work: Callable[[Item], None], items: Iterable[Item], workers: i
         torch.set_num_threads(max(1, threads // workers))
         WORKER.index, WORKER.halt = next(places), halt
 
-    def begun(item: Item) -> None:
+    def work_unless_halted(item: Item) -> None:
         stop_if_halted()
         work(item)
 
     with ThreadPoolExecutor(workers, "worker", initializer=begin) as pool:
         waiting: deque[Future[None]] = deque()
         try:
-            waiting.extend(pool.submit(begun, item) for item in items)
+            waiting.extend(pool.submit(work_unless_halted, item) for item in items)
             while waiting:  # no name is kept: an error would hold what its own frame holds
                 waiting.popleft().result()
         except BaseException:  # Ctrl-C is one: nobody should wait for a long client to finish

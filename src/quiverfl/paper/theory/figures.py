@@ -46,7 +46,7 @@ Draw = Callable[[Axes], None]
 
 def rate_figure(findings: Findings) -> Figure:
     rate = findings.rate
-    return beside(
+    return join_panels(
         [
             ("All together: the fitted slope", lambda axes: draw_fit(axes, rate.parts[0])),
             ("The sources one by one", lambda axes: draw_parts(axes, rate)),
@@ -56,7 +56,7 @@ def rate_figure(findings: Findings) -> Figure:
 
 def connectivity_figure(findings: Findings) -> Figure:
     connectivity = findings.connectivity
-    return beside(
+    return join_panels(
         [
             (
                 "How far clients are apart (colours as beside)",
@@ -82,7 +82,7 @@ def _scheme_key(conservation: Conservation) -> list[Line2D]:
 
 def conservation_figure(findings: Findings) -> Figure:
     conservation = findings.conservation
-    return beside(
+    return join_panels(
         [
             ("Mixing alone: the mean over clients", lambda axes: draw_drift(axes, conservation)),
             (
@@ -95,7 +95,7 @@ def conservation_figure(findings: Findings) -> Figure:
     )
 
 
-def beside(panels: Sequence[tuple[str, Draw]], key: Sequence[Line2D] = ()) -> Figure:
+def join_panels(panels: Sequence[tuple[str, Draw]], key: Sequence[Line2D] = ()) -> Figure:
     """Panels next to each other, with a common key below them."""
     width = 5.3 * len(panels) if len(panels) < 3 else 14.2
     return make_panels([panels], (width, 4.3 if key else 4.0), key, gridspec_kw={"wspace": 0.08})

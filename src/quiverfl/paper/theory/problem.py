@@ -118,17 +118,17 @@ class Problem:
     @property
     def start_gap(self) -> float:
         """F(ū¹, V¹) - F*."""
-        begin, best = self._everywhere(self.beginning), self._everywhere(self.optimum)
+        begin, best = self._fill_clients(self.beginning), self._fill_clients(self.optimum)
         return float((self.losses(begin, begin) - self.losses(best, best)).mean())
 
     @property
     def start_norms(self) -> tuple[float, float]:
         """(Δ_ū, Δ_v) before the first round, where all clients start alike."""
-        begin = self._everywhere(self.beginning)
+        begin = self._fill_clients(self.beginning)
         shared, personal = self.gradients(begin, begin)
         return float((shared.mean(axis=0) ** 2).sum()), float((personal**2).sum(axis=1).mean())
 
-    def _everywhere(self, value: float) -> Floats:
+    def _fill_clients(self, value: float) -> Floats:
         return np.full((self.clients, self.dimension), value)
 
     @cached_property

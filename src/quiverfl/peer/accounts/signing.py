@@ -164,7 +164,7 @@ class MassProofs:
         opening: Callable[[str], int] = lambda peer: UNIT,
     ) -> None:
         """`opening` says with how much mass a member began."""
-        self._agreement, self._me, self._opening = agreement, me, opening
+        self._agreement, self._me, self._opening_mass = agreement, me, opening
         self._proven = {peer: ProvenMass(**json.loads(body)) for peer, body in bodies.items()}
 
     def proven_by(self, peer: str) -> ProvenMass:
@@ -177,7 +177,9 @@ class MassProofs:
     def is_covered(self, accounts: Accounts, transfer: Transfer) -> bool:
         """Whether the sender can have had as much mass as it has pushed here."""
         link = accounts.link(transfer.sender)
-        known = self._opening(transfer.sender) + link.given + self.proven_by(transfer.sender).units
+        known = (
+            self._opening_mass(transfer.sender) + link.given + self.proven_by(transfer.sender).units
+        )
         return link.taken + transfer.units <= known
 
     def add_vouchers(

@@ -156,7 +156,7 @@ class Neighbours:
         """
         if self._node.settings.trust_store or not self._ctx.transactions.accounts.pushes:
             return 0
-        staying = self.staying()
+        staying = self.list_staying()
         return max(0, (len(staying) + 1) // 2 - len(staying & self.greeted))
 
     async def accept_hello(self, hello: Hello) -> None:
@@ -193,11 +193,11 @@ class Neighbours:
         received = self._ctx.transactions.accounts.link(peer).received
         return self._announced.get(peer, 0) <= max(received, staged)
 
-    async def tell(self, peers: set[str]) -> set[str]:
+    async def announce(self, peers: set[str]) -> set[str]:
         """Say hello to these, with news of this peer. Returns those that know the news."""
         news = (self._node.leaving, self._node.finished)
 
-        async def tell_one(sender: Sender) -> str | None:
+        async def announce_to(sender: Sender) -> str | None:
             if self._dials_out(sender.peer):  # it knows if it has called since
                 return sender.peer if self._informed.get(sender.peer) == news else None
             try:
@@ -206,7 +206,9 @@ class Neighbours:
                 return None
             return sender.peer
 
-        informed = await asyncio.gather(*(tell_one(self.senders[peer]) for peer in sorted(peers)))
+        informed = await asyncio.gather(
+            *(announce_to(self.senders[peer]) for peer in sorted(peers))
+        )
         return {peer for peer in informed if peer}
 
     # Signed statements
@@ -272,7 +274,7 @@ class Neighbours:
             self._start(self._tell_everybody())
 
     async def _tell_everybody(self) -> None:
-        await self.tell(self.staying())
+        await self.announce(self.list_staying())
 
     async def _learn(self, log: SignedLog[Statement], peer: str) -> None:
         fetched = await self.senders[peer].link.fetch_statements(log.kind)
@@ -287,7 +289,7 @@ class Neighbours:
 
     async def _learn_evictions(self, peer: str) -> None:
         await self._learn(self.evictions, peer)
-        for about, store, ban in self.evictions.decided(self._ctx.roster.refresh().names):
+        for about, store, ban in self.evictions.decisions(self._ctx.roster.refresh().names):
             if (about, store) == (self._ctx.name, self._ctx.incarnation):
                 self._node.fail(
                     QuiverError(
@@ -324,15 +326,15 @@ class Neighbours:
 
     # Who takes part
 
-    def outside(self) -> set[str]:
+    def list_outside(self) -> set[str]:
         """Neighbours that no share is expected from, and none is sent to."""
         links = self._ctx.transactions.accounts.links
         gone = {peer for peer, link in links.items() if link.gone or link.closed}
         gone |= {peer for peer in self.senders if not self._node.is_member(peer)}
         return gone | {peer for peer in self.senders if self._is_severed(peer)}
 
-    def staying(self) -> set[str]:
-        return set(self.senders) - self.outside()
+    def list_staying(self) -> set[str]:
+        return set(self.senders) - self.list_outside()
 
     def _dials_out(self, peer: str) -> bool:
         return self._ctx.roster.current.member(peer).dials_out
@@ -352,7 +354,7 @@ class Neighbours:
         member that never does costs one deadline, not one a round.
         """
         self.clogged = {peer for peer in self.clogged if not self.is_free(peer)}
-        return peers - self.outside() - self.absent - self.clogged
+        return peers - self.list_outside() - self.absent - self.clogged
 
     def refunding(self) -> list[Sender]:
         """The senders whose share was refused and is to be taken back."""

@@ -70,7 +70,7 @@ class Receiver:
         """
         self._ctx, self._copies, self._heard, self._arrived = ctx, copies, heard, arrived
         self._last_units: dict[str, int] = {}
-        self._opening = opening
+        self._opening_mass = opening
         limits = ctx.limits
         self._proofs = MassProofs(ctx.agreement.hash, ctx.name, ctx.store.proofs(), opening)
         self._admission = AdmissionQueue(limits.bodies, limits)
@@ -149,7 +149,7 @@ class Receiver:
         if self._copies != (a.units == 0):
             kind = "copies without mass" if self._copies else "shares with a mass"
             return Reply(word="denied", reason=f"mass: by the run's graph there are {kind} only")
-        if not self._opening(sender):
+        if not self._opening_mass(sender):
             return Reply(word="retry", reason="member: not all have agreed yet that it joins")
         if not link.incarnation:
             return Reply(word="retry", reason="stranger: say hello first")

@@ -45,7 +45,7 @@ def list_populations(groups: Sequence[Group]) -> list[Population]:
     populations: dict[object, dict[str, RunResult]] = {}
     for group in groups:
         for run in group.runs:
-            if len(run.history) and not run.condensed:
+            if len(run.history) and not run.is_condensed:
                 populations.setdefault(_partition_key(run), {}).setdefault(group.label, run)
     return [Population(runs) for runs in populations.values()]
 

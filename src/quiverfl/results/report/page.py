@@ -408,12 +408,12 @@ def at_both_stages(
         ([axes.get_ylim() for axes in all_axes], Axes.set_ylim),
     ):
         for axes in all_axes:
-            change(axes, _hull(limits))
+            change(axes, _cover(limits))
     name = f"{of}, stage" if of else "stage"
     return [(f"{name} {s}: {STAGE_WORDS[s]}", f) for s, f in zip(stages, drawn, strict=True)]
 
 
-def _hull(limits: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _cover(limits: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The range that covers all, in the direction they have."""
     lows, highs = [min(pair) for pair in limits], [max(pair) for pair in limits]
     hull = min(lows), max(highs)
