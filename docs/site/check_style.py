@@ -15,7 +15,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EXCEPTIONS = Path(__file__).with_name("style_exceptions.txt")
-CODE_WIDTH, SENTENCE_WORDS, CELL_SENTENCES, PARAGRAPH_LINES, LINE_WIDTH = 76, 30, 2, 5, 110
+CODE_WIDTH, SENTENCE_WORDS, CELL_SENTENCES, PARAGRAPH_LINES, LINE_WIDTH = 76, 30, 2, 5, 100
+ELSEWHERE = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "examples/README.md",
+    "results/README.md",
+)
+"""Pages outside of `docs`."""
 RULES = ("code", "cell", "sentence", "paragraph", "link", "line")
 
 
@@ -32,7 +42,7 @@ class Finding:
 
 def pages() -> list[Path]:
     docs = [page for page in (ROOT / "docs").rglob("*.md") if "site" not in page.parts]
-    return sorted([ROOT / "README.md", *docs])
+    return sorted([*(ROOT / name for name in ELSEWHERE), *docs])
 
 
 def check_page(page: Path) -> list[Finding]:
