@@ -160,6 +160,9 @@ from quiverfl.methods import (
     PushDIGing as PushDIGing,
 )
 from quiverfl.methods import (
+    ScaffoldP as ScaffoldP,
+)
+from quiverfl.methods import (
     SingleStep as SingleStep,
 )
 from quiverfl.methods import (

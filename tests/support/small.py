@@ -59,6 +59,7 @@ METHODS: list[tuple[Any, list[Graphs]]] = [
     (qv.FedDBE(epochs=1, mean_weight=2.0), [STAR, SOME]),
     (qv.FedRoD(epochs=1), [STAR]),
     (qv.FedAS(epochs=1), [STAR, SOME]),
+    (qv.ScaffoldP(epochs=2), [STAR, SOME]),
 ]
 """One row per method: a new method is a row here, and every law below is tried on it."""
 

@@ -250,6 +250,7 @@ REFUSED = {
     "dispfl": "codes its messages itself",
     "fedproto": "of which every client has the same copy",
     "scaffold": "of which every client has the same copy",
+    "scaffoldp": "of which every client has the same copy",
     **dict.fromkeys(("fedavg", "fedper", "fedrep", "fedbabu", "ditto", "fedprox"), RATIO),
     **dict.fromkeys(("moon", "apfl", "pfedme", "perfedavg"), RATIO),
     **dict.fromkeys(("fedala", "fedrod", "fedas"), RATIO),

@@ -44,6 +44,7 @@ from quiverfl.methods.perfedavg import PerFedAvg
 from quiverfl.methods.pfedme import PFedMe
 from quiverfl.methods.pushdiging import PushDIGing
 from quiverfl.methods.scaffold import SCAFFOLD
+from quiverfl.methods.scaffoldp import ScaffoldP
 from quiverfl.options import refuse_old_names
 from quiverfl.support.references import Registry
 
@@ -77,6 +78,7 @@ _METHODS: dict[str, Callable[..., Method]] = {
     "feddbe": FedDBE,
     "fedrod": FedRoD,
     "fedas": FedAS,
+    "scaffoldp": ScaffoldP,
 }
 _ALIASES = {"dfedalt": "dfedavgmp", "fedalt": "fedrep", "fedsim": "fedper"}
 METHODS = Registry("method", _METHODS, own="module:Class", key="method.name", aliases=_ALIASES)
@@ -143,6 +145,7 @@ __all__ = [
     "PerFedAvg",
     "Phase",
     "PushDIGing",
+    "ScaffoldP",
     "SingleStep",
     "Start",
     "StepInfo",

@@ -27,6 +27,7 @@ from transcriptions.fedprox import fedprox
 from transcriptions.fedrep import fedrep
 from transcriptions.fedrod import fedrod
 from transcriptions.kgt import kgt
+from transcriptions.lgfedavg import lgfedavg
 from transcriptions.local import local
 from transcriptions.moon import moon
 from transcriptions.osgp import osgp
@@ -34,6 +35,7 @@ from transcriptions.perfedavg import perfedavg
 from transcriptions.pfedme import pfedme
 from transcriptions.pushdiging import pushdiging
 from transcriptions.scaffold import scaffold
+from transcriptions.scaffoldp import scaffoldp
 
 __all__ = [
     "apfl",
@@ -58,6 +60,7 @@ __all__ = [
     "fedrep",
     "fedrod",
     "kgt",
+    "lgfedavg",
     "local",
     "moon",
     "osgp",
@@ -65,4 +68,5 @@ __all__ = [
     "pfedme",
     "pushdiging",
     "scaffold",
+    "scaffoldp",
 ]

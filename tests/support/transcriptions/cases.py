@@ -206,6 +206,23 @@ CASES: dict[str, Case] = {
     "FedAS": Case("FedAS", AS, star),
     "FedAS, full batch": Case("FedAS", AS, star, **FULL),
     "FedAS, rows, no epochs": Case("FedAS", AS, row_stochastic, epochs_per_client=SOME_IDLE),
+    "ScaffoldP": Case("ScaffoldP", EPOCHS, star),
+    "ScaffoldP, full batch": Case("ScaffoldP", EPOCHS, star, **FULL),
+    "ScaffoldP, plain steps": Case("ScaffoldP", EPOCHS, star, momentum=0.0, **PLAIN_RATE),
+    "ScaffoldP, rows, no epochs": Case(
+        "ScaffoldP", EPOCHS, row_stochastic, epochs_per_client=SOME_IDLE
+    ),
+    "ScaffoldP, offline": Case("ScaffoldP", EPOCHS, some_offline(regular)),
+    "LG-FedAvg": Case("FedPer", EPOCHS, star, personal="body", transcription="lgfedavg"),
+    "LG-FedAvg, full batch": Case(
+        "FedPer",
+        EPOCHS,
+        star,
+        clip_norm=0.9,
+        personal="body",
+        transcription="lgfedavg",
+        **FULL,
+    ),
     "PushDIGing": Case("PushDIGing", {}, push, **TRACKED),
     "PushDIGing, full batch": Case("PushDIGing", {}, push, batch_size=None, **TRACKED),
     "PushDIGing, columns": Case("PushDIGing", {}, column_stochastic, **TRACKED),

@@ -89,6 +89,7 @@ class Case:
     rounds: int = 4
     tolerance: float = TOLERANCE
     untold: Mapping[str, Any] = field(default_factory=dict)  # options only the product is given
+    transcription: str | None = None  # of a method that is a setting of another one
 
     @property
     def training(self) -> qv.Training:
@@ -151,7 +152,7 @@ def transcribed(case: Case, mutant: str | None = None) -> tuple[Outcome, list[bo
     setting = setting_of(case)
     beginning = product(case, "sequential", 0)
     start = [dict(beginning.state(i).items()) for i in range(CLIENTS)]
-    transcription = getattr(transcriptions, case.method.lower())
+    transcription = getattr(transcriptions, case.transcription or case.method.lower())
     outcome: Outcome = transcription(setting, start, mutant=mutant, **case.options)
     return outcome, setting.clipped
 
