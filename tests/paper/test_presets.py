@@ -42,8 +42,8 @@ COUNTS = {
     "fig3a": 5 * 1 * 3,
     "fig3b": 6 * 1 * 3,
     "fig5": 4 * 10 * 3,
-    "unreliable": 5 * 4 * 3,
-    "graphs": 6 * 5 * 3,
+    "unreliable": 5 * 4 * 3 + 2 * 3,  # a push is the same where each direction fails alone
+    "graphs": 6 * 7 * 3,
     "time": 3 * 8 * 3,
 }
 
@@ -246,6 +246,50 @@ def test_the_medium_scale_has_the_papers_client(name: str) -> None:
         assert config.run.rounds == (20 if config.clock.asynchronous else 60)
     if name == "table1":
         assert len(found) == 2 * 11 * 2
+
+
+def test_any_case_of_the_file_can_be_asked_for() -> None:
+    """At medium size two cases run unless asked, and CIFAR-100 when asked."""
+    for case in ("CIFAR-100 Dir-0.3", "CIFAR-100 Pat-10"):
+        found = cells("table1", "medium", Choice(("dfedpgp", "local"), (0,), (case,)))
+        assert {(cell.case, cell.config.data.name) for cell in found} == {(case, "cifar100")}
+        assert {cell.config.model.name for cell in found} == {"lenet5"}
+    with pytest.raises(QuiverError, match="no case 'CIFAR-100 Pat-7'; did you mean"):
+        cells("table1", "medium", Choice(cases=("CIFAR-100 Pat-7",)))
+
+
+def test_another_network_is_two_settings() -> None:
+    """The commands of the docs: a residual network at medium size, LeNet-5 at the paper's."""
+    residual = ("model.name=resnet8_gn", "run.precision=bf16")
+    for cell in cells("table1", "medium", Choice(values=residual)):
+        config = cell.config
+        assert (config.model.name, config.model.kernels) == ("resnet8_gn", "compiled")
+        assert (config.run.precision, config.run.rounds, config.training.lr) == ("bf16", 60, 0.1)
+    small = ("model.name=lenet5", "model.kernels=compiled")
+    for cell in cells("table1", "paper", Choice(cases=("CIFAR-10 Dir-0.3",), values=small)):
+        config = cell.config
+        assert (config.model.name, config.data.clients) == ("lenet5", 100)
+        assert (config.data.samples_per_client, config.run.rounds) == (None, 500)
+
+
+def test_the_undirected_exchange_that_takes_what_arrives() -> None:
+    """In the case of its own, where nothing else differs; pushes are the cells they were."""
+    found = cells("unreliable", "medium")
+    half, alone = (
+        {(c.config.method.name, c.config.run.seed): c for c in found if c.case == name}
+        for name in ("50 % of links fail", "50 % of links fail, each direction alone")
+    )
+    for key, cell in alone.items():
+        graph = make_run_topology(cell.config, make_method(cell.config), 50)(0)
+        usual = make_run_topology(half[key].config, make_method(half[key].config), 50)(0)
+        if key[0] in ("osgp", "dfedpgp"):
+            assert cell.name == half[key].name
+        else:
+            assert cell.name != half[key].name
+            assert graph.row_stochastic
+            assert not graph.column_stochastic
+            assert ((graph.weights > 0) >= (usual.weights > 0)).all()
+            assert (graph.weights > 0).sum() > 1.4 * (usual.weights > 0).sum()
 
 
 def test_what_the_medium_scale_has_not_is_refused_with_what_there_is() -> None:

@@ -18,7 +18,7 @@
     data = { name = "cifar10", partition = "pathological", classes_per_client = 2 }
 
     [scale.small]               # what stands in place of these keys when the sweep is asked for at
-    base = "small.toml"         # this scale; `cases` are the names of those that stay
+    base = "small.toml"         # this scale; `cases` are those that run unless asked
     cases = ["CIFAR-10 Dir-0.3"]
 
     [tuning]                    # how `quiver tune` races the tries (sweeps/tune.py)
@@ -129,7 +129,7 @@ def plan_of(tree: Tree, path: Path, choice: Choice, scale: str | None = None) ->
             )
         if key not in KNOWN:
             raise QuiverError(f"{path}: unknown key {key!r}; {suggest(key, KNOWN)}")
-    tree = tree if scale is None else _apply_scale(tree, scale, path)
+    tree = tree if scale is None else _apply_scale(tree, scale, choice, path)
     before, after = _settings(choice.values)
     base = _base(tree, path)
     blocks = _choose_grids(_blocks(tree, path), choice)
@@ -162,8 +162,8 @@ def _base(tree: Tree, path: Path) -> Tree:
     return base
 
 
-def _apply_scale(tree: Tree, scale: str, path: Path) -> Tree:
-    """The sweep at a scale that it has a section for."""
+def _apply_scale(tree: Tree, scale: str, choice: Choice, path: Path) -> Tree:
+    """The sweep at a scale that it has a section for; `--cases` may name any of its cases."""
     sections = tree.get("scale", {})
     if not isinstance(sections, dict) or not isinstance(sections.get(scale), dict):
         known = ", ".join(sections) if isinstance(sections, dict) and sections else "none"
@@ -174,7 +174,7 @@ def _apply_scale(tree: Tree, scale: str, path: Path) -> Tree:
             known = suggest(key, KNOWN_OF_SCALE)
             raise QuiverError(f"{path}: unknown key {key!r} in [scale.{scale}]; {known}")
     merged = tree | {key: value for key, value in own.items() if key != "cases"}
-    if "cases" in own:
+    if "cases" in own and choice.cases is None:
         kept = _cases(merged, Choice(cases=own["cases"]), path)
         merged["case"] = [{"name": name, **case} for name, case in kept]
     return merged
