@@ -43,6 +43,7 @@ class Limits:
     retry_first: float = 0.2
     retry_cap: float = 30.0
     keepalive_seconds: float = 20.0
+    relay_rate: int = 8 << 20  # bytes a second that one member may send through this relay
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ COUNTERS = {
     "rounds": "rounds finished",
     "sent_bytes": "bytes put on the network",
     "received_bytes": "bytes taken from the network",
+    "relayed_bytes": "bytes passed on between members that only dial out",
     "transfers": "shares acknowledged by their receivers",
     "retries": "attempts to deliver a share that failed",
     "duplicates": "shares announced again after they were taken",

@@ -98,6 +98,7 @@ class Node:
             endpoint = serve_metrics(self.settings.metrics, self.metrics, self.samples)
         await server.start()
         await self.control.start()
+        self.neighbours.lines.attend(server.own_address)
         senders = self.neighbours.senders.values()
         carriers: list[Sender | SharePuller] = [*senders, *self._make_pullers()]
         self._tasks = [self._start(carrier.run()) for carrier in carriers]
@@ -153,9 +154,7 @@ class Node:
         ]
 
     def _wake_sender(self, peer: str) -> None:
-        """Try a share at once: its receiver has just been heard."""
-        if peer in self.neighbours.senders:
-            self.neighbours.senders[peer].wake()
+        self.neighbours.wake(peer)  # made after the receiver
 
     def stop(self) -> None:
         """Finish the transaction at hand, then end, as SIGTERM asks."""
@@ -262,6 +261,7 @@ class Node:
     def admit_members(self) -> None:
         """Deal with members that the roster has gained, and make the graphs they take part in."""
         names = self.ctx.roster.refresh().names
+        self.neighbours.lines.follow_roster()
         for peer in names[len(self.names) :]:
             self._tasks.append(self._start(self.neighbours.add(peer).run()))
         self.names = names

@@ -362,7 +362,7 @@ async def _wait_for_late_shares(node: Node) -> None:
             await neighbours.announce(behind)
             ask_at = time.monotonic() + pause
             pause = max(FIRST_PAUSE, min(2 * pause, linger / 4))
-        quiet = node.finished and not node.receiver.staged
+        quiet = node.finished and not node.receiver.staged and not node.service.relay.in_use
         if quiet and others <= neighbours.done and not _find_uninformed(node, others - informed):
             return
         if _measure_progress(node) != progress:

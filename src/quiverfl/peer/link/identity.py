@@ -380,6 +380,7 @@ class _MemberEntry(BaseModel):
     address: Annotated[str, Field(pattern=r"^[^\s]+:\d+$")]
     keys: list[Hash]
     former: list[Hash] = []
+    relay: bool = False
 
 
 class _RosterFile(BaseModel):
@@ -396,10 +397,20 @@ class Member:
     address: str
     keys: tuple[str, ...]
     former: tuple[str, ...] = ()  # dropped keys: what they signed stays signed
+    relays: bool = False  # for members that only dial out, which it has offered
 
     @property
     def dials_out(self) -> bool:
         return self.address == DIALS_OUT
+
+
+def check_relay(name: str, address: str, relays: bool) -> None:
+    """Refuse a relay that nobody can call."""
+    if relays and address == DIALS_OUT:
+        raise QuiverError(
+            f"{name!r} only dials out, so it cannot relay: a relay needs an address at which "
+            "the others can call it."
+        )
 
 
 @dataclass(frozen=True)
@@ -414,12 +425,14 @@ class Roster:
         except ValidationError as problem:
             raise QuiverError(f"the roster {path} cannot be understood: {problem}") from problem
         members = tuple(
-            Member(m.name, m.address, tuple(m.keys), tuple(m.former)) for m in content.peer
+            Member(m.name, m.address, tuple(m.keys), tuple(m.former), m.relay) for m in content.peer
         )
         names = [member.name for member in members]
         for name in names:
             if names.count(name) > 1:
                 raise QuiverError(f"the roster {path} lists {name!r} twice.")
+        for member in members:
+            check_relay(member.name, member.address, member.relays)
         return cls(content.run, members)
 
     def write(self, path: Path) -> None:
@@ -430,6 +443,8 @@ class Roster:
             lines.append(f"keys = {json.dumps(list(member.keys))}")
             if member.former:
                 lines.append(f"former = {json.dumps(list(member.former))}")
+            if member.relays:
+                lines.append("relay = true")
         write_durably(path, ("\n".join(lines) + "\n").encode(), 0o644)
 
     @property

@@ -36,9 +36,12 @@ class Rate:
 
 
 SELDOM = Rate(20, 2)
+LINE = Rate(200, 20)
 RATES = {"Hello": Rate(100, 30), "Push": Rate(400, 200), "Collect": Rate(400, 200)}
+RATES |= {"Dial": LINE, "Accept": LINE}
 """An honest peer pushes once a round to each neighbour, and greets when it connects or asks how far
-others are. All other requests are seldom."""
+others are. Lines by a relay are opened once for each neighbour, and again when one breaks. All
+other requests are seldom."""
 
 
 class RequestBudget:

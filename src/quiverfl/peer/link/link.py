@@ -173,12 +173,21 @@ class Link:
     def connect(self) -> Any:
         if self._channel is None:
             member = self.member()
-            if member.dials_out:
+            if self.calls_back:
                 raise Unreachable(f"{self.peer} only dials out: it calls when it can")
+            address = member.address
+            if member.dials_out:
+                address = self._neighbours.lines.address_of(self.peer)
             keepalive = self._ctx.limits.keepalive_seconds
             identity = self._ctx.identity.refresh()
-            self._channel = open_channel(member.address, self.peer, identity, keepalive)
+            self._channel = open_channel(address, self.peer, identity, keepalive)
         return self._channel
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the neighbour cannot be called, and fetches its shares from this peer."""
+        own = self._ctx.roster.current.member(self._ctx.name)
+        return self.member().dials_out and not own.dials_out
 
     async def disconnect(self) -> None:
         """Close the connection. The next call opens a new one, with the keys as they are then."""
@@ -211,7 +220,8 @@ class Link:
             self.vacant = problem.code() is grpc.StatusCode.UNAVAILABLE
             if self.vacant:
                 await self.disconnect()  # a slow network may still be connecting: let it
-            raise Unreachable(f"{problem.code().name}: {problem.details()}") from None
+            reason = f"{problem.code().name}: {problem.details()}"
+            raise Unreachable(self._neighbours.lines.problems.get(self.peer, reason)) from None
         except WireError as problem:
             raise Unreachable(f"{self.peer} is not understood: {problem}") from None
         except asyncio.CancelledError:
@@ -365,7 +375,7 @@ class Sender:
 
     async def _open_stream(self) -> Any:
         """Open a stream to push over, or take the one that a neighbour behind NAT has opened."""
-        if self.link.member().dials_out:
+        if self.link.calls_back:
             if self._reverse is None:
                 raise Unreachable(f"{self.peer} only dials out, and does not call at the moment")
             stream, self._reverse = self._reverse, None

@@ -18,6 +18,7 @@ from quiverfl.peer.changes import SignedLog, open_amendment_log, open_eviction_l
 from quiverfl.peer.context import PeerContext, describe_rollback
 from quiverfl.peer.link.link import Link, RestoredBackup, Sender, Unreachable, list_clocks
 from quiverfl.peer.link.receiver import Receiver
+from quiverfl.peer.link.relay import RelayedLines
 from quiverfl.peer.link.wire import (
     CLOCKS,
     Amendment,
@@ -60,11 +61,17 @@ class Neighbours:
         self._fetch_at: dict[tuple[str, str], float] = {}  # not before
         self._work_seconds = 0.0  # spent on what was fetched
         self._announced: dict[str, int] = {}  # seq of the last share that each says it has for us
+        self.lines = RelayedLines(ctx, self.wake)
         self.senders = {
             peer: Sender(ctx, Link(ctx, peer, self))
             for peer in ctx.roster.current.names
             if peer != ctx.name
         }
+
+    def wake(self, peer: str) -> None:
+        """Try a share at once: its receiver has just been heard."""
+        if peer in self.senders:
+            self.senders[peer].wake()
 
     def add(self, peer: str) -> Sender:
         """Deal with a member that the roster has had since this peer started."""
@@ -198,7 +205,7 @@ class Neighbours:
         news = (self._node.leaving, self._node.finished)
 
         async def announce_to(sender: Sender) -> str | None:
-            if self._dials_out(sender.peer):  # it knows if it has called since
+            if self._calls_back(sender.peer):  # it knows if it has called since
                 return sender.peer if self._informed.get(sender.peer) == news else None
             try:
                 await sender.link.greet(timeout=TELL_SECONDS)
@@ -256,6 +263,7 @@ class Neighbours:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(sender.close() for sender in self.senders.values()))
+        await self.lines.close()
 
     async def _record(self, log: SignedLog[Statement], statement: Statement) -> bool:
         """Add a statement to its log and to the store. Returns whether it is news."""
@@ -339,9 +347,14 @@ class Neighbours:
     def _dials_out(self, peer: str) -> bool:
         return self._ctx.roster.current.member(peer).dials_out
 
+    def _calls_back(self, peer: str) -> bool:
+        """Whether a neighbour cannot be called, and calls this peer."""
+        return self._dials_out(peer) and not self._dials_out(self._ctx.name)
+
     def _is_severed(self, peer: str) -> bool:
-        """Whether both only dial out. Neither can reach the other; their mass goes by the rest."""
-        return self._dials_out(peer) and self._dials_out(self._ctx.name)
+        """Whether both only dial out and nobody relays. Their mass goes by way of the rest."""
+        both = self._dials_out(peer) and self._dials_out(self._ctx.name)
+        return both and not self.lines.relays()
 
     def is_free(self, peer: str) -> bool:
         open_to = self._node.is_member(peer) and not self._is_severed(peer)

@@ -39,6 +39,7 @@ from quiverfl.peer.link.link import (
     greeting_text,
 )
 from quiverfl.peer.link.messages import Leaf
+from quiverfl.peer.link.relay import Relay
 from quiverfl.peer.link.wire import (
     CHUNK,
     SERVICE,
@@ -78,7 +79,7 @@ class Service:
 
     def __init__(self, ctx: PeerContext, node: Node) -> None:
         self._ctx, self._node = ctx, node
-        self._models = ModelServer(ctx)
+        self._models, self.relay = ModelServer(ctx), Relay(ctx)
         self._budget = RequestBudget()
         self._watchers = StreamLimit(WATCHERS)
         self._written: dict[str, tuple[str, bytes]] = {}  # lists of statements, by table
@@ -101,6 +102,9 @@ class Service:
             neighbours.amendments.kind.method: unary(self._ended_by_stop(amendments)),
             "Probe": unary(self._ended_by_stop(self._probe)),
             "LastReceipt": unary(self._ended_by_stop(self._last_receipt)),
+            "Attend": grpc.unary_stream_rpc_method_handler(self._ended_by_stop(self._attend)),
+            "Dial": stream(self._ended_by_stop(self._dial)),
+            "Accept": stream(self._ended_by_stop(self._accept)),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -244,6 +248,25 @@ class Service:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
             return
         await sender.serve_reverse_stream(ReverseStream(context))
+
+    async def _attend(self, _frame: bytes, context: CallContext) -> None:
+        caller = await self._admit(context, "Attend")
+        await self._relay(context, self.relay.attend(caller, context.write))
+
+    async def _dial(self, _frames: AsyncIterator[bytes], context: CallContext) -> None:
+        caller = await self._admit(context, "Dial")
+        await self._relay(context, self.relay.dial(caller, context))
+
+    async def _accept(self, _frames: AsyncIterator[bytes], context: CallContext) -> None:
+        caller = await self._admit(context, "Accept")
+        await self._relay(context, self.relay.accept(caller, context))
+
+    async def _relay(self, context: CallContext, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except WireError as problem:
+            self._ctx.metrics.count_refusal(problem.kind)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
 
     async def _list_statements(
         self, log: SignedLog[Any], _frame: bytes, context: CallContext
@@ -431,6 +454,10 @@ class Server:
             ) from problem
 
         self._guard = service.guard = ConnectionGuard(self.port, connections, members)
+
+        host = bind.rpartition(":")[0].strip("[]")
+        self.own_address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), self.port)
+        """Where this machine itself reaches the server."""
 
     def _notice_connection(self) -> None:
         if self._guard is not None:

@@ -207,6 +207,25 @@ class Model(_Control):
     signature: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,200}$")] = ""
 
 
+class Dial(_Control):
+    """Asks a relay for a line to a member that only dials out."""
+
+    target: Name
+
+
+class Ring(_Control):
+    """Tells a member that attends at a relay who calls or, without a token, who is there."""
+
+    peer: Name | Literal[""] = ""
+    token: Token | Literal[""] = ""
+
+
+class Accept(_Control):
+    """Takes a call: what follows on the stream goes to the caller."""
+
+    token: Token
+
+
 class Vitals(_Control):
     """Answers a probe of another member: enough to compare clocks and versions."""
 
