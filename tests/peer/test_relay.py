@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -21,12 +23,15 @@ from quiverfl.peer.link.identity import DIALS_OUT, ROSTER, Identity, Member, Ros
 from quiverfl.peer.link.limits import RATES
 from quiverfl.peer.link.link import open_channel
 from quiverfl.peer.link.relay import LINES, Relay
+from quiverfl.peer.link.requests import APPROVED, REQUEST, approve_requests, make_renewal
 from quiverfl.peer.link.wire import SERVICE, Accept, Dial, encode
 from quiverfl.peer.node import Node
 
-from .swarm import Options, Swarm, build, make_folders
+from .swarm import Options, Swarm, build, free_ports, make_folders
+from .test_commands import RUN, quiver, start
 from .test_life import finish, until
 from .test_operations import SYNC, ended, exact, models
+from .test_requests import status, wait
 
 QUICK = {"hello_seconds": 2.0, "retry_first": 0.05, "retry_cap": 0.5, "keepalive_seconds": 2.0}
 ENDLESS = Options(size=2000, rounds=1_000_000, linger=10.0, limits=QUICK)
@@ -138,17 +143,11 @@ def test_a_relay_and_those_it_serves_are_killed_again_and_again(tmp_path: Path) 
 
 def sent_between(swarm: Swarm) -> tuple[int, int]:
     """How many shares the two behind the relay have taken from each other."""
-    taken = [0, 0]
-    for place, (name, other) in enumerate((("peer-1", "peer-2"), ("peer-2", "peer-1"))):
-        store = swarm.folders[name] / "store"
-        rows = relay_rows(store, other)
-        taken[place] = rows
-    return taken[0], taken[1]
+    one, other = (swarm.folders[name] / "store" for name in ("peer-1", "peer-2"))
+    return received_from(one, "peer-2"), received_from(other, "peer-1")
 
 
-def relay_rows(store: Path, sender: str) -> int:
-    import sqlite3
-
+def received_from(store: Path, sender: str) -> int:
     with sqlite3.connect(f"file:{store / 'peer.sqlite'}?mode=ro", uri=True) as books:
         return int(
             books.execute("SELECT count(*) FROM received WHERE sender = ?", [sender]).fetchone()[0]
@@ -362,3 +361,58 @@ def test_a_relay_must_be_one_that_others_can_call(tmp_path: Path) -> None:
     Roster("trial", (replace(members[0], address=DIALS_OUT),)).write(path)
     with pytest.raises(QuiverError, match="'north' only dials out, so it cannot relay"):
         Roster.read(path)
+
+
+def test_an_offer_from_request_to_audit(tmp_path: Path) -> None:
+    """As documented, with commands and processes alone."""
+    authority, names = tmp_path / "authority", ("north", "south", "west")
+    quiver("certs", "init", authority, "--run", "trial")
+    ports = free_ports(3)
+    sites = [tmp_path / "sites" / name for name in names]
+    quiver(
+        *("certs", "request", sites[0], "--run", "trial", "--relay"),
+        *("--address", f"127.0.0.1:{ports[0]}"),
+    )
+    for site in sites[1:]:
+        quiver("certs", "request", site, "--run", "trial", "--address", "dials-out")
+    shown = quiver("certs", "approve", authority, *(site / REQUEST for site in sites))
+    assert shown.count("relays") == 1
+    assert (authority / ROSTER).read_text().count("relay = true") == 1
+    text = RUN.format(rounds=6).replace("clients = 2", "clients = 3")
+    (tmp_path / "run.toml").write_text(text)
+    folders = [tmp_path / name for name in names]
+    for site, folder, port in zip(sites, folders, ports, strict=True):
+        quiver("certs", "import", site, authority / APPROVED / f"{folder.name}.pem")
+        common = ("--config", tmp_path / "run.toml", "--roster", authority / ROSTER)
+        quiver("init", folder, "--keys", site, "--bind", f"127.0.0.1:{port}", *common)
+    assert "by way of north, which relays" in quiver("doctor", folders[1], code=2)
+    processes = [start(folder) for folder in folders]
+    try:
+        wait(lambda: int(str(status(folders[1]).get("round", 0))) > 2)
+    finally:
+        codes = [process.wait(120) for process in processes]
+    assert codes == [0, 0, 0], (folders[1] / "log").read_text()[-3000:]
+    report = json.loads(quiver("audit", *folders, "--json"))
+    assert (report["passed"], report["error"]) == (True, 0)
+    assert received_from(folders[1] / "store", "west") > 0
+    assert received_from(folders[2] / "store", "south") > 0
+    # A renewal keeps the offer, and one with --no-relay takes it back.
+    for offer, relays in ((None, True), (False, False)):
+        make_renewal(folders[0], relays=offer)
+        approve_requests(authority, [folders[0] / REQUEST])
+        assert Roster.read(authority / ROSTER).member("north").relays is relays
+        for file in (REQUEST, "pending-key.pem"):
+            (folders[0] / file).unlink()
+    with pytest.raises(QuiverError, match="'south' only dials out, so it cannot relay"):
+        make_renewal(folders[1], relays=True)
+
+
+def test_certs_init_takes_relays_by_name(tmp_path: Path) -> None:
+    peers = ("--peer", "north=127.0.0.1:7400", "--peer", "south=dials-out")
+    for relay_name, words in (("south", "only dials out"), ("east", "is not the name of a --peer")):
+        with pytest.raises(QuiverError, match=words):
+            quiver("certs", "init", tmp_path, "--run", "trial", *peers, "--relay", relay_name)
+    quiver("certs", "init", tmp_path / "ca", "--run", "trial", *peers, "--relay", "north")
+    assert Roster.read(tmp_path / "ca" / ROSTER).relays == ["north"]
+    with pytest.raises(QuiverError, match="only dials out"):
+        quiver("certs", "issue", tmp_path / "ca", "west", "--address", "dials-out", "--relay")

@@ -22,6 +22,10 @@ def certs_init(
         list[str] | None,
         typer.Option(help="NAME=HOST:PORT or NAME=dials-out: make its keys here, for one machine."),
     ] = None,
+    relay: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME of --peer that relays for members that only dial out."),
+    ] = None,
 ) -> None:
     """Make an authority and a roster; with --peer a key per peer, too (in AUTHORITY/NAME)."""
     from quiverfl.peer.link.identity import (
@@ -34,10 +38,15 @@ def certs_init(
     )
 
     pairs = [_parse_member(text) for text in peer or ()]
-    _check_members(run, pairs)
+    _check_members(run, pairs, relay or [])
     create_authority(authority, run)
     members = [
-        Member(name, address, (issue_certificate(authority, name, authority / name),))
+        Member(
+            name,
+            address,
+            (issue_certificate(authority, name, authority / name),),
+            relays=name in (relay or ()),
+        )
         for name, address in pairs
     ]
     roster = Roster(run, tuple(members))
@@ -59,6 +68,9 @@ def certs_request(
     name: Annotated[
         str | None, typer.Option(help="The peer's name; by default that of the folder.")
     ] = None,
+    relay: Annotated[
+        bool | None, typer.Option(help="Offer to relay for members that only dial out.")
+    ] = None,
 ) -> None:
     """Make a key at the peer's own machine, and a request that the authority approves.
 
@@ -73,11 +85,12 @@ def certs_request(
     )
 
     if run is None and name is None:
-        request = make_renewal(folder, address)
+        request = make_renewal(folder, address, relay)
     elif run is None or address is None:
         raise QuiverError("a first request needs --run and --address; a renewal neither.")
     else:
-        request = make_request(folder, name or folder.absolute().name, run, address)
+        name = name or folder.absolute().name
+        request = make_request(folder, name, run, address, bool(relay))
     print(f"{folder / REQUEST}: send it to the authority of {request.run!r}. It holds no secret.")
     print(f"{folder / PENDING_KEY} is the private key: it stays here.")
     print(f"key {describe_key(request.key)} (read it to the authority)")
@@ -101,6 +114,7 @@ def certs_approve(
 
     for approval in approve_requests(authority, requests, days, replace_key, forget_old):
         request, word = approval.request, "renewed" if approval.was else "new"
+        word += ", relays" if request.relays else ""
         print(f"{request.name} at {request.address}, key {describe_key(request.key)} ({word})")
         print(f"  {approval.path}: send it to {request.name!r}.")
     print(f"Compare the keys with the peers' operators; then copy {authority / ROSTER} to all.")
@@ -122,18 +136,26 @@ def certs_issue(
     authority: Authority,
     name: Annotated[str, typer.Argument(help="The new peer's name.")],
     address: Annotated[str, typer.Option(help="HOST:PORT of the new peer, or dials-out.")],
+    relay: Annotated[bool, typer.Option(help="It relays for members that only dial out.")] = False,
 ) -> None:
     """Make a key for one more peer and add it to the roster."""
     from dataclasses import replace
 
-    from quiverfl.peer.link.identity import ROSTER, Member, Roster, issue_certificate
+    from quiverfl.peer.link.identity import (
+        ROSTER,
+        Member,
+        Roster,
+        check_relay,
+        issue_certificate,
+    )
 
     roster = Roster.read(authority / ROSTER)
     if name in roster.names:
         raise QuiverError(f"{name!r} is in the roster: quiver peer certs rotate renews its key.")
     name, address = _parse_member(f"{name}={address}")
+    check_relay(name, address, relay)
     key = issue_certificate(authority, name, authority / name)
-    member = Member(name, address, (key,))
+    member = Member(name, address, (key,), relays=relay)
     replace(roster, members=(*roster.members, member)).write(authority / ROSTER)
     print(f"Copy {authority / ROSTER} to every peer, {authority / name} to {name!r} alone.")
 
@@ -184,9 +206,9 @@ def _parse_member(text: str) -> tuple[str, str]:
     return name, address
 
 
-def _check_members(run: str, pairs: list[tuple[str, str]]) -> None:
-    """Refuse a run's name, and names and addresses that occur twice, before a key is made."""
-    from quiverfl.peer.link.identity import DIALS_OUT, check_name
+def _check_members(run: str, pairs: list[tuple[str, str]], relays: list[str]) -> None:
+    """Refuse a run's name, names and addresses that occur twice, and relays that are none."""
+    from quiverfl.peer.link.identity import DIALS_OUT, check_name, check_relay
 
     check_name("run", run)
     names = [name for name, _ in pairs]
@@ -195,3 +217,7 @@ def _check_members(run: str, pairs: list[tuple[str, str]]) -> None:
         for value in values:
             if values.count(value) > 1:
                 raise QuiverError(f"{what} {value!r} is given twice: each peer has its own.")
+    for name in relays:
+        if name not in names:
+            raise QuiverError(f"--relay {name!r} is not the name of a --peer.")
+        check_relay(name, dict(pairs)[name], True)

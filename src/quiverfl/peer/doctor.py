@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,7 +64,8 @@ async def examine_peer(path: Path, timeout: float = 5.0) -> list[Finding]:
     with contextlib.suppress(QuiverError):  # without keys nobody can be called
         identity = Identity.read(folder.path)
         own = folder.roster.member(folder.own.name)
-        calls = (_check_neighbour(member, own, identity, timeout) for member in others)
+        relays = folder.roster.relays
+        calls = (_check_neighbour(member, own, identity, timeout, relays) for member in others)
         for results in await asyncio.gather(*calls):
             findings += results
     return findings
@@ -202,12 +203,13 @@ def _check_free_port(bind: str) -> Finding:
 
 
 async def _check_neighbour(
-    member: Member, own: Member, identity: Identity, timeout: float
+    member: Member, own: Member, identity: Identity, timeout: float, relays: Sequence[str] = ()
 ) -> list[Finding]:
     about = f"peer {member.name}"
     if member.dials_out:
         if own.dials_out:
-            text = "only dials out, as this peer does: their shares go by way of the others"
+            by = f"{' or '.join(relays)}, which relays" if relays else "the others"
+            text = f"only dials out, as this peer does: their shares go by way of {by}"
             return [Finding(about, "good", text)]
         return [Finding(about, "good", "only dials out: it calls this peer")]
     unreachable = await _check_tcp(about, member, timeout)

@@ -126,6 +126,7 @@ class OwnSettings(_Section):
     metrics: str = ""
     device: str = "cpu"
     threads: int | None = 1
+    relay_rate: float = Field(default=8.0, gt=0)  # MiB a second for each member, if it relays
     data: OwnData | None = None
 
 
@@ -250,6 +251,7 @@ class PeerFolder:
             outlier_factor=self.peers.outlier_factor,
             mass_cap=int(cap * UNIT),
             staged=max(64, members),
+            relay_rate=int(self.own.relay_rate * (1 << 20)),
         )
 
 

@@ -451,6 +451,11 @@ class Roster:
     def names(self) -> list[str]:
         return [member.name for member in self.members]
 
+    @property
+    def relays(self) -> list[str]:
+        """The members that relay for those that only dial out."""
+        return [member.name for member in self.members if member.relays and member.keys]
+
     def number(self, name: str) -> int:
         """The client number."""
         return self.names.index(self.member(name).name)

@@ -230,7 +230,7 @@ class RelayedLines:
         if not roster.member(self._ctx.name).dials_out:
             return []
         gone = {peer for peer, link in links.items() if link.gone or link.closed}
-        return [m.name for m in roster.members if m.relays and m.keys and m.name not in gone]
+        return [name for name in roster.relays if name not in gone]
 
     def address_of(self, peer: str) -> str:
         """The local address at which a connection to a neighbour begins."""

@@ -31,6 +31,7 @@ from quiverfl.peer.link.identity import (
     certificate_to_pem,
     check_address,
     check_name,
+    check_relay,
     fingerprint,
     key_to_pem,
     list_names,
@@ -41,7 +42,8 @@ from quiverfl.peer.link.identity import (
 REQUEST, PENDING_KEY, APPROVED = "request.pem", "pending-key.pem", "approved"
 LONGEST_FILE = 1 << 16
 """A longer file is neither a request nor an approval."""
-SCHEME = "quiver://"
+SCHEME, OFFER = "quiver://", "quiver:relay"
+"""What a request names beside the member: its address, and that it offers to relay."""
 RENEWS = "renews: "
 """Begins the line below a request that the member's old key has signed."""
 
@@ -56,6 +58,7 @@ class Request:
     key: str  # its fingerprint
     signed: x509.CertificateSigningRequest
     renewal: str = ""  # the old key and its signature; empty for a first request
+    relays: bool = False  # for members that only dial out
 
     def is_renewal(self, roster: Roster) -> bool:
         """Whether a key that the roster has of this member has signed the request."""
@@ -79,7 +82,7 @@ def parse_address(text: str) -> str:
 # At the member
 
 
-def make_request(folder: Path, name: str, run: str, address: str) -> Request:
+def make_request(folder: Path, name: str, run: str, address: str, relays: bool = False) -> Request:
     """Make a member's first key in its folder, and the request for it."""
     if (folder / CERTIFICATE).exists():
         raise QuiverError(
@@ -88,11 +91,14 @@ def make_request(folder: Path, name: str, run: str, address: str) -> Request:
         )
     check_name("peer", name)
     check_name("run", run)
-    return _write_request(folder, name, run, parse_address(address))
+    return _write_request(folder, name, run, parse_address(address), relays)
 
 
-def make_renewal(folder: Path, address: str | None = None) -> Request:
-    """Make a member's next key beside the one in use, and the request for it."""
+def make_renewal(folder: Path, address: str | None = None, relays: bool | None = None) -> Request:
+    """Make a member's next key beside the one in use, and the request for it.
+
+    Address and offer to relay stay as the roster has them, unless they are given.
+    """
     if not (folder / CERTIFICATE).exists():
         raise QuiverError(
             f"{folder} has no certificate to renew: a first request needs --run, --address and, "
@@ -107,12 +113,14 @@ def make_renewal(folder: Path, address: str | None = None) -> Request:
     identity.check_pair()
     member = roster.member(names[0])
     place = member.address if address is None else parse_address(address)
-    return _write_request(folder, member.name, roster.run, place, identity)
+    offer = member.relays if relays is None else relays
+    return _write_request(folder, member.name, roster.run, place, offer, identity)
 
 
 def _write_request(
-    folder: Path, name: str, run: str, address: str, old: Identity | None = None
+    folder: Path, name: str, run: str, address: str, relays: bool, old: Identity | None = None
 ) -> Request:
+    check_relay(name, address, relays)
     if (folder / PENDING_KEY).exists():
         raise QuiverError(
             f"{folder / REQUEST} waits for an approval: send that one, or remove it and "
@@ -126,6 +134,7 @@ def _write_request(
         x509.NameAttribute(NameOID.ORGANIZATION_NAME, run),
     ]
     names = [x509.DNSName(name), x509.UniformResourceIdentifier(f"{SCHEME}{address}")]
+    names += [x509.UniformResourceIdentifier(OFFER)] if relays else []
     signed = (
         x509.CertificateSigningRequestBuilder()
         .subject_name(x509.Name(subject))
@@ -247,10 +256,10 @@ def approve_requests(
 
 def _enter(roster: Roster, request: Request, was: Member | None, keep_old: bool) -> Roster:
     if was is None:
-        member = Member(request.name, request.address, (request.key,))
+        member = Member(request.name, request.address, (request.key,), relays=request.relays)
         return replace(roster, members=(*roster.members, member))
     changed = roster.with_key(request.name, request.key, keep_old)
-    moved = replace(changed.member(request.name), address=request.address)
+    moved = replace(changed.member(request.name), address=request.address, relays=request.relays)
     members = tuple(moved if m.name == request.name else m for m in changed.members)
     return replace(changed, members=members)
 
@@ -300,7 +309,9 @@ def read_request(path: Path) -> Request:
         names = signed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         runs = signed.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
         (name,), (run,) = names.get_values_for_type(x509.DNSName), [str(a.value) for a in runs]
-        (place,) = names.get_values_for_type(x509.UniformResourceIdentifier)
+        place, *offers = names.get_values_for_type(x509.UniformResourceIdentifier)
+        if offers not in ([], [OFFER]):
+            raise ValueError
     except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension):
         raise QuiverError(f"{path} is not a request for a certificate: {hint}.") from None
     key = signed.public_key()
@@ -311,8 +322,9 @@ def read_request(path: Path) -> Request:
     check_name("peer", name)
     check_name("run", run)
     address = parse_address(place.removeprefix(SCHEME))
+    check_relay(name, address, bool(offers))
     below = text.partition(RENEWS)[2].strip()
-    return Request(name, run, address, fingerprint(signed), signed, below)
+    return Request(name, run, address, fingerprint(signed), signed, below, bool(offers))
 
 
 def _public_key(request: Request) -> ec.EllipticCurvePublicKey:
