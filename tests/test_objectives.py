@@ -187,7 +187,7 @@ def test_ones_own_metric_from_sums() -> None:
         ({"loss": "mse", "metrics": {"a": qv.Metric(lambda o, y: o)}}, "'a' must give one number"),
         (
             {"loss": "mse", "metrics": {"a": qv.Metric(lambda o, y: y, lambda s: s)}},
-            "'a' gives .* share of some sums",
+            "'a' gives .* part of some sums",
         ),
         (
             {"loss": "mse", "metrics": {"a": qv.Metric(lambda o, y: o, lambda s: s.sum())}},

@@ -31,7 +31,7 @@ NO_TOKEN = -100
 class Metric:
     """A number per client that is no mean over its samples.
 
-    With `value`: `of(outputs, targets)` gives every sample's share of some sums, [n, s], and
+    With `value`: `of(outputs, targets)` gives every sample's part of some sums, [n, s], and
     `value(sums)` makes numbers [clients] of a client's sums [clients, s]. Without: `of` is given
     all samples of a client at once and gives its number.
     """
@@ -119,7 +119,7 @@ def _check_same_shape(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
 def is_correct(outputs: Tree, targets: Tensor) -> Tensor:
     """1 where the answer is right: its mean is the accuracy.
 
-    One class per sample; of several labels, or of several places, the share that is right.
+    One class per sample; of several labels, or of several places, the fraction that is right.
     """
     predictions = logits(outputs)
     if predictions.ndim == targets.ndim + 1 and predictions.shape[-1] > 1:

@@ -158,7 +158,7 @@ def test_a_client_draws_the_same_wherever_it_is_hosted() -> None:
     together = Shard(task, data, method, TRAINING, settings)
     alone = Shard(task, data.select([4]), method, TRAINING, settings, clients=[4])
     together.train(1, np.ones(CLIENTS, dtype=bool))
-    alone.train(1, np.ones(1, dtype=bool), share=1.0)
+    alone.train(1, np.ones(1, dtype=bool), active_fraction=1.0)
     for many, one in zip(together.state, alone.state, strict=True):
         torch.testing.assert_close(many[4], one[0], rtol=0, atol=1e-12)
 

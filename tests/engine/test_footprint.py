@@ -139,7 +139,7 @@ def test_what_clients_know_of_each_other_is_counted(sketch: int) -> None:
     settings = RunSettings(rounds=1)
     parts = (tiny_task(), tiny_data(), qv.DFedPGP(), TRAINING, settings)
     more = (
-        predict_memory(*parts, clients=clients, looks=looks).total
+        predict_memory(*parts, clients=clients, report_spec=looks).total
         - predict_memory(*parts, clients=clients).total
     )
     assert more == looks.memory(clients)

@@ -129,7 +129,7 @@ def show(
         "min_samples": min_samples,
     }
     options = {key: value for key, value in given.items() if value is not None}
-    shares = make_partition(
+    partition = make_partition(
         dataset,
         partition_name,
         clients,
@@ -139,24 +139,24 @@ def show(
         validation=validation,
         **options,
     )
-    check_partition(dataset, shares)
+    check_partition(dataset, partition)
     resolved = partition_options(partition_name, options)
-    told = [partition_name, *(f"{key} {value}" for key, value in resolved.items())]
-    title = f"{dataset.name}: {', '.join(told)}, {shares.clients} clients, seed {seed}"
+    described = [partition_name, *(f"{key} {value}" for key, value in resolved.items())]
+    title = f"{dataset.name}: {', '.join(described)}, {partition.clients} clients, seed {seed}"
     if picture is not None:
         from quiverfl.results.pictures import draw_partition
 
         try:
             draw_partition(
-                shares.train_counts, picture, title=title, class_names=dataset.class_names
+                partition.train_counts, picture, title=title, class_names=dataset.class_names
             )
         except (OSError, ValueError) as error:
             raise QuiverError(f"--picture {picture}: cannot be written: {error}") from error
     inputs = _inputs(dataset, data)
     if as_json:
-        print(json.dumps({**_facts(shares, title), "inputs": inputs}, indent=2))
+        print(json.dumps({**_facts(partition, title), "inputs": inputs}, indent=2))
     else:
-        _print_partition(shares, dataset, title, inputs)
+        _print_partition(partition, dataset, title, inputs)
     if picture is not None:
         print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
 
@@ -203,48 +203,48 @@ def _options(texts: list[str]) -> dict[str, Any]:
     return options
 
 
-def _facts(shares: Partition, title: str) -> dict[str, Any]:
+def _facts(partition: Partition, title: str) -> dict[str, Any]:
     return {
         "partition": title,
-        "clients": shares.clients,
-        "names": list(shares.names),
-        "heterogeneity": shares.heterogeneity(),
-        "train_sizes": shares.train_counts.sum(axis=1).tolist(),
-        "test_sizes": shares.test_counts.sum(axis=1).tolist(),
-        "labels_per_client": (shares.train_counts > 0).sum(axis=1).tolist(),
-        "train_counts": shares.train_counts.tolist(),
-        "test_counts": shares.test_counts.tolist(),
-        "test_from": "train" if shares.held_out else "test",
+        "clients": partition.clients,
+        "names": list(partition.names),
+        "heterogeneity": partition.heterogeneity(),
+        "train_sizes": partition.train_counts.sum(axis=1).tolist(),
+        "test_sizes": partition.test_counts.sum(axis=1).tolist(),
+        "labels_per_client": (partition.train_counts > 0).sum(axis=1).tolist(),
+        "train_counts": partition.train_counts.tolist(),
+        "test_counts": partition.test_counts.tolist(),
+        "test_from": "train" if partition.held_out else "test",
     }
 
 
-def _print_partition(shares: Partition, dataset: Dataset, title: str, inputs: str) -> None:
-    counts = shares.train_counts
+def _print_partition(partition: Partition, dataset: Dataset, title: str, inputs: str) -> None:
+    counts = partition.train_counts
     used, total = int(counts.sum()), len(dataset.train_y)
-    test = "held-out training" if shares.held_out else "test"
+    test = "held-out training" if partition.held_out else "test"
     print(title)
     print(f"inputs             {inputs}")
     print(f"training examples  {_spread(counts.sum(axis=1))}; {used:,} of {total:,} used")
-    print(f"{test + ' examples':<18} {_spread(shares.test_counts.sum(axis=1))}")
+    print(f"{test + ' examples':<18} {_spread(partition.test_counts.sum(axis=1))}")
     print(f"labels per client  {_spread((counts > 0).sum(axis=1))} of {dataset.classes}")
     print(
-        f"heterogeneity      {shares.heterogeneity():.3f}, from 0 (all alike) towards 1: mean "
+        f"heterogeneity      {partition.heterogeneity():.3f}, from 0 (all alike) towards 1: mean "
         "total-variation distance from the whole"
     )
     if dataset.classes > SHOWN_CLASSES:
         print(f"More than {SHOWN_CLASSES} classes: --json or --picture show who has which.")
         return
-    whose = "  whose" if shares.names else ""
+    whose = "  whose" if partition.names else ""
     width = max(2 * dataset.classes + 2, len("shares of the classes"))
     print(f"\nclient  size  test  labels  {'shares of the classes':<{width}}{whose}".rstrip())
-    for client in range(min(shares.clients, SHOWN_CLIENTS)):
+    for client in range(min(partition.clients, SHOWN_CLIENTS)):
         own = counts[client]
-        sizes = f"{own.sum():>6}{shares.test_counts[client].sum():>6}{(own > 0).sum():>8}"
-        name = f"  {shares.names[client]}" if shares.names else ""
+        sizes = f"{own.sum():>6}{partition.test_counts[client].sum():>6}{(own > 0).sum():>8}"
+        name = f"  {partition.names[client]}" if partition.names else ""
         bar = f"|{_shade_classes(own)}|"
         print(f"{client:>6}{sizes}  {bar:<{width}}{name}".rstrip())
-    if shares.clients > SHOWN_CLIENTS:
-        print(f"… and {shares.clients - SHOWN_CLIENTS} more; --json or --picture show all.")
+    if partition.clients > SHOWN_CLIENTS:
+        print(f"… and {partition.clients - SHOWN_CLIENTS} more; --json or --picture show all.")
 
 
 def _inputs(dataset: Dataset, source: str) -> str:
@@ -273,7 +273,7 @@ def _all_whole(x: Inputs) -> bool:
 
 
 def _shade_classes(own: Integers) -> str:
-    """One letter per class, the darker the larger its share; none only where there is nothing."""
+    """One letter per class, the darker the more frequent; none only where there is nothing."""
     level = np.ceil(np.sqrt(own / own.sum()) * (len(SHADES) - 1)).astype(int)
     return "".join(SHADES[i] * 2 for i in level)
 

@@ -147,11 +147,11 @@ class Late(TyperCommand):
         self._module, self._attribute = module, attribute
 
     def load(self) -> Any:
-        found = getattr(importlib.import_module(f"quiverfl.cli.{self._module}"), self._attribute)
-        if isinstance(found, typer.Typer):
-            return get_group(found)
+        command = getattr(importlib.import_module(f"quiverfl.cli.{self._module}"), self._attribute)
+        if isinstance(command, typer.Typer):
+            return get_group(command)
         alone = typer.Typer(add_completion=False)
-        alone.command(self.name)(found)
+        alone.command(self.name)(command)
         return get_command(alone)
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:

@@ -259,10 +259,10 @@ def replay(
     """
     from quiverfl.peer.replay import replay as replay_peers
 
-    found = replay_peers(folders)
-    metric = next(iter(found.metrics))
-    scores = found.metrics[metric].tolist()
-    rows = list(zip(found.names, found.rounds, found.same, scores, strict=True))
+    replay = replay_peers(folders)
+    metric = next(iter(replay.metrics))
+    scores = replay.metrics[metric].tolist()
+    rows = list(zip(replay.names, replay.rounds, replay.same, scores, strict=True))
     if json_:
         keys = ("peer", "rounds", "same", metric)
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
@@ -270,7 +270,7 @@ def replay(
         for name, rounds, same, score in rows:
             words = "same bits" if same else "DIFFERENT"
             print(f"{name}: {rounds} rounds, {words}, {metric} {score:.4f}")
-    if not all(found.same):
+    if not all(replay.same):
         raise typer.Exit(1)
 
 

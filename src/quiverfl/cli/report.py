@@ -66,8 +66,8 @@ def report(
     if tensorboard is not None:
         _write_events(groups, tensorboard)
     if as_json:
-        found = {"report": str(page), "rows": _rows(groups), "differences": _differences(groups)}
-        print(json.dumps(found))
+        document = {"report": str(page), "rows": _rows(groups), "differences": _differences(groups)}
+        print(json.dumps(document))
         return
     console = Console()
     print_comparison(console, groups, stage.value)

@@ -69,8 +69,8 @@ def run_on_rank(
 
     device = "cpu" if settings is None else settings.run.device
     with Ranks.join(device) as ranks:
-        told = ranks.from_first(settings and settings.model_dump(mode="json"))
-        config = parse_config(told) if settings is None else settings
+        settings_tree = ranks.from_first(settings and settings.model_dump(mode="json"))
+        config = parse_config(settings_tree) if settings is None else settings
         with contextlib.ExitStack() as shown:
             watcher = None
             if own_rank() == 0:

@@ -26,8 +26,8 @@ def make_server(answers: Mapping[str, Answer], port: int) -> Server:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            here = self.connection.getsockname()[1]
-            if self.headers.get("Host") not in (f"127.0.0.1:{here}", f"localhost:{here}"):
+            port = self.connection.getsockname()[1]
+            if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
                 self.send_error(403)  # a page from elsewhere that has this name point to us
             elif self.path not in answers:
                 self.send_error(404)

@@ -82,10 +82,10 @@ def init(
 ) -> None:
     """Write a first project: a configuration, and data, model and method of your own that run."""
     durable.check_writable(folder)
-    there = [name for name in FILES if (folder / name).exists()]
-    if there:
+    present = [name for name in FILES if (folder / name).exists()]
+    if present:
         raise QuiverError(
-            f"{folder / there[0]} is there already: choose another folder, or move it away."
+            f"{folder / present[0]} is there already: choose another folder, or move it away."
         )
     refuse_foreign(folder, _is_free, "choose another folder")
     templates = resources.files("quiverfl") / "templates"
@@ -127,19 +127,19 @@ def check(
     made = _method(method, set_ or ())
     status = Console(stderr=True, highlight=False)
     with status.status(f"trying {len(LAWS)} laws …") as shown:
-        found = check_method(
+        check = check_method(
             made, skip or (), lambda one: shown.update(f"law {one.number}: {one.verdict}")
         )
     if as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in found.verdicts]))
+        print(json.dumps([dataclasses.asdict(one) for one in check.verdicts]))
     else:
         table = Table("", "law", "verdict", "on", box=None, pad_edge=False)
-        for one in found.verdicts:
+        for one in check.verdicts:
             table.add_row(str(one.number), one.law, one.verdict, ", ".join(one.graphs))
         console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(table, soft_wrap=False)
-        console.print(f"\n{found}")
-    if not found.lawful:
+        console.print(f"\n{check}")
+    if not check.lawful:
         raise typer.Exit(1)
 
 
@@ -210,8 +210,8 @@ def examine_device(device: str) -> Iterator[Finding]:
 def _describe_device(device: str) -> Iterator[Finding]:
     name = platform.processor() or platform.machine()
     if torch.device(device).type == "cuda":
-        found = torch.cuda.get_device_properties(torch.device(device))
-        name = f"{found.name}, {found.total_memory / 2**30:.1f} GB"
+        gpu = torch.cuda.get_device_properties(torch.device(device))
+        name = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GB"
     yield Finding("about", "device", f"{device}: {name}", "", "-")
     yield Finding("about", "torch", torch.__version__, "", "-")
     yield Finding("about", "quiver", quiverfl.__version__, "", "-")
@@ -236,7 +236,7 @@ def laws(device: str) -> Iterator[Finding]:
 def _law(name: str, model: str, method: Method, device: str) -> Iterator[Finding]:
     narrow = torch.device(device).type in NO_FLOAT64
     dtype = torch.float32 if narrow else torch.float64
-    here = _run_two_rounds(model, method, "cpu", "vectorized", dtype)
+    reference = _run_two_rounds(model, method, "cpu", "vectorized", dtype)
     executors: tuple[ExecutorName, ...] = ("vectorized", "sequential")
     for executor in executors:
         what = f"{name}, {executor}"
@@ -244,7 +244,7 @@ def _law(name: str, model: str, method: Method, device: str) -> Iterator[Finding
             difference = max(
                 map(
                     _relative_difference,
-                    here,
+                    reference,
                     _run_two_rounds(model, method, device, executor, dtype),
                 )
             )
@@ -347,14 +347,14 @@ def memory(device: str) -> Iterator[Finding]:
             torch.cuda.reset_peak_memory_stats(where)
             before = torch.cuda.memory_allocated(where)
             one.run()
-            found = torch.cuda.max_memory_allocated(where) - before
+            measured = torch.cuda.max_memory_allocated(where) - before
             expected = predict_memory(one.task, one.data, one.method, one.training, settings).total
         else:
             x = first_leaf(one.data.train.x)[:1].expand(BATCH, *shape).contiguous()
-            found = saved_bytes(one.task, x, settings.dtype)
+            measured = saved_bytes(one.task, x, settings.dtype)
             expected = count_activations(one.task, one.data, settings.dtype).at_batch(BATCH)
-        verdict: Verdict = "ok" if expected / OFF <= found <= expected * OFF else "differs"
-        yield Finding("memory", model, _mb(found), f"{_mb(expected)} predicted", verdict)
+        verdict: Verdict = "ok" if expected / OFF <= measured <= expected * OFF else "differs"
+        yield Finding("memory", model, _mb(measured), f"{_mb(expected)} predicted", verdict)
 
 
 def _mb(count: int) -> str:

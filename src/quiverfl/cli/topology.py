@@ -191,29 +191,29 @@ def time(
         tree = read_toml(devices, f"{devices}: no such file.")
         sections = read_sections(tree, str(devices))
     made = make_devices(*sections, clients, seed)
-    found = compare_waiting(made, neighbors, rounds, steps, message_bytes, seed)
+    waiting = compare_waiting(made, neighbors, rounds, steps, message_bytes, seed)
     if picture is not None:
-        draw_waiting(found, picture, 6 * found["push"].seconds)
+        draw_waiting(waiting, picture, 6 * waiting["push"].seconds)
     if as_json:
         named = ("title", "seconds", "waiting", "slowest")
-        rows = {kind: {k: getattr(one, k) for k in named} for kind, one in found.items()}
+        rows = {kind: {k: getattr(one, k) for k in named} for kind, one in waiting.items()}
         print(json.dumps(rows, indent=2))
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("exchange", "seconds a round", "slowest client", "waits"):
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
-    for one in found.values():
+    for one in waiting.values():
         table.add_row(one.title, f"{one.seconds:.1f}", f"{one.slowest:.1f}", f"{one.waiting:.0%}")
     _print(table)
     if picture is not None:
         print(f"picture: {picture}")
 
 
-def _describe_reports(looks: ReportSpec) -> str:
-    told = [name for name in ("loss", "norm") if getattr(looks, name)]
-    told += [f"sketch of {looks.sketch} numbers"] if looks.sketch else []
+def _describe_reports(spec: ReportSpec) -> str:
+    contents = [name for name in ("loss", "norm") if getattr(spec, name)]
+    contents += [f"sketch of {spec.sketch} numbers"] if spec.sketch else []
     return (
-        f"Clients report: {', '.join(told)} ({looks.bytes} bytes with every message). Shown "
+        f"Clients report: {', '.join(contents)} ({spec.bytes} bytes with every message). Shown "
         "for clients that always report the same; `quiver topology show FOLDER` has the graphs "
         "of a run."
     )
@@ -238,8 +238,8 @@ def _show_recorded(
     used = unite_graphs(graphs).nnz - run.clients
     possible = run.clients * (run.clients - 1)
     if as_json:
-        found = {"topology": run.topology, "clients": run.clients, "links_used": used}
-        print(json.dumps({**found, "watch": asdict(watched)}, indent=2))
+        recorded = {"topology": run.topology, "clients": run.clients, "links_used": used}
+        print(json.dumps({**recorded, "watch": asdict(watched)}, indent=2))
         return
     _print(
         _table(
@@ -277,8 +277,9 @@ def _draw_to(graph: Graph, picture: Path, title: str) -> None:
 
 
 def _draw(topology: Topology, round: int, picture: Path) -> None:
-    told = [f"{option} {value}" for option, value in topology.options.items() if value is not False]
-    title = ", ".join([topology.name, f"{topology.clients} clients", *told, f"round {round}"])
+    options = topology.options.items()
+    listed = [f"{option} {value}" for option, value in options if value is not False]
+    title = ", ".join([topology.name, f"{topology.clients} clients", *listed, f"round {round}"])
     _draw_to(draw_first_graphs(topology, round)[-1], picture, title)
 
 

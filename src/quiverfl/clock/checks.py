@@ -104,8 +104,8 @@ def _check_transforms(waits: str, transforms: Transforms) -> None:
         "privacy": transforms.privacy is not None,
         "adversary": transforms.adversary is not None and not transforms.adversary.flips_labels,
     }
-    for section, found in given.items():
-        if found:
+    for section, in_use in given.items():
+        if in_use:
             raise QuiverError(
                 f"{waits} with [{section}]: messages are sent one by one there, and what changes "
                 'their size, their mass or their update is made for rounds; use waits = "graph", '

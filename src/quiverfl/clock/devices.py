@@ -79,10 +79,10 @@ class Trace:
             if t >= NEVER:
                 return NEVER
             base, place = self._locate(t)
-            there = base + self.ends[place] - t
-            if work <= there:
+            remaining = base + self.ends[place] - t
+            if work <= remaining:
                 return t + work
-            t, work = t + there, work - there
+            t, work = t + remaining, work - remaining
 
     def _locate(self, t: int) -> tuple[int, int]:
         base = 0 if self.period is None else t // self.period * self.period
@@ -180,7 +180,7 @@ class Devices:
         Log-uniform: the slowest takes `step` seconds, the fastest is `spread` times as fast; the
         fastest link has `up` bytes a second, the slowest is `link_spread` times as slow. With
         `sigma` steps are log-normal with median `step`. `down` is four times `up` unless given.
-        Clients are away for the share `away` of the time, and there for `mean_on` seconds on
+        Clients are away for the fraction `away` of the time, and there for `mean_on` seconds on
         average.
         """
         draw = stream(seed, "devices")

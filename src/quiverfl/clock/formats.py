@@ -70,11 +70,11 @@ def read_traces(path: Path, clients: int, seed: int) -> tuple[Trace, ...]:
             )
         parts = [(own[str(i)], period) for i in range(clients)]
     else:
-        found = [_read_timer(entry, path) for entry in _entries(tree, path)]
-        found = [(intervals, period) for intervals, period in found if intervals]
-        if not found:
+        timers = [_read_timer(entry, path) for entry in _entries(tree, path)]
+        timers = [(intervals, period) for intervals, period in timers if intervals]
+        if not timers:
             raise QuiverError(f"{path}: nobody in it is ever there.")
-        parts = [found[place] for place in _choose(len(found), clients, seed, path)]
+        parts = [timers[place] for place in _choose(len(timers), clients, seed, path)]
     return tuple(
         Trace.of(intervals, period, f"{path}: client {client}")
         for client, (intervals, period) in enumerate(parts)

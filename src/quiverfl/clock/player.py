@@ -74,7 +74,7 @@ class Player:
         self._rounds[rows] = [job.round for job in jobs]
         active = np.zeros(len(self._rounds), dtype=bool)
         active[rows] = True
-        self._shard.train(self._rounds, active, share=1.0)
+        self._shard.train(self._rounds, active, active_fraction=1.0)
         message = self._shard.outbox(rows)
         self._pool.add(jobs, self._bias(message, jobs))
         self._last[rows] = [job.number for job in jobs]

@@ -179,20 +179,20 @@ class RoundTimer:
         # Rounds are announced when half of the clients are ready: nobody who is late holds it up.
         announced = int(np.median(ready)) if self._kind in ("undirected", "push") else ready.max()
         begin = np.maximum(ready, announced)
-        there = np.array(
+        available = np.array(
             [self._devices.trace(i).next_there(int(t)) == t for i, t in enumerate(begin)]
         )
         if graph.hub:
-            absent = graph.active & ~there
+            absent = graph.active & ~available
             if absent[graph.active].all():
                 return ready, graph  # nobody is there: the server waits for those it sampled
             fewer = _without_late(graph, absent)
-            return ready, Graph(fewer.matrix, graph.active & there, True)
+            return ready, Graph(fewer.matrix, graph.active & available, True)
         receivers, senders = list_links(graph)
-        gone = ~(there[receivers] & there[senders])
+        gone = ~(available[receivers] & available[senders])
         graph, _ = self._drop(graph, receivers, senders, gone)
-        graph = Graph(graph.matrix, graph.active & there, graph.hub)
-        return np.where(there, ready, begin), graph
+        graph = Graph(graph.matrix, graph.active & available, graph.hub)
+        return np.where(available, ready, begin), graph
 
     def _drop(
         self, graph: Graph, receivers: Integers, senders: Integers, gone: Flags

@@ -101,10 +101,10 @@ class Schedule:
     def joules(self, t: int) -> Floats:
         """What every client has drawn up to t; a job counts when it ends."""
         devices, busy = self.devices, np.array(self.busy) / MICROSECONDS
-        moved = np.array(self.sent) + np.array(self.received)
+        traffic = np.array(self.sent) + np.array(self.received)
         idle = np.maximum(0.0, t / MICROSECONDS - busy)
         joules: Floats = devices.watts * busy + devices.idle_watts * idle
-        joules += devices.joules_per_mb * moved / 1e6
+        joules += devices.joules_per_mb * traffic / 1e6
         return joules
 
     def _begin(
@@ -218,9 +218,9 @@ def _split(
     """(receiver, part, units) of every share that has any mass, and the part that stays."""
     units = [1] * len(receivers) if weights is None else map(to_units, weights)
     parts = dict(zip(receivers, units, strict=True))
-    own = parts.pop(job.client, 0)
-    shares, whole = split_mass(job.units, parts, own)
-    return [(r, parts[r] / whole, count) for r, count in shares.items()], own / whole
+    own_units = parts.pop(job.client, 0)
+    shares, whole = split_mass(job.units, parts, own_units)
+    return [(r, parts[r] / whole, count) for r, count in shares.items()], own_units / whole
 
 
 class Pairs(Schedule):

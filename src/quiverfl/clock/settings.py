@@ -27,7 +27,7 @@ class DeviceSettings:
 
     `step` is the seconds of a local step of the slowest client. The fastest is `spread` times as
     fast, log-uniformly; with `sigma` steps are log-normal with median `step`. `file` gives them
-    (clock/formats.py). `away` is the share of time that clients are away, `mean_on` how many
+    (clock/formats.py). `away` is the fraction of time that clients are away, `mean_on` how many
     seconds they stay on average; `traces` is a file that says it. `watts` are drawn in training
     and otherwise.
     """

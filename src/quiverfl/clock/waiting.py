@@ -37,7 +37,7 @@ class Waiting:
     seconds: float
     """Mean seconds of a client and round."""
     waiting: float
-    """The share of the time in which a client does not train."""
+    """The fraction of the time in which a client does not train."""
     slowest: float
     """Seconds of a round for the client that has the longest."""
 
@@ -53,7 +53,7 @@ def compare_waiting(
     pairs = random_regular(clients, neighbors - (clients * neighbors) % 2, seed=seed)
     hub = star(clients, max(1, clients // 5), seed=seed)
     graphs = {"server": hub, "barrier": pairs, "undirected": pairs, "push": push}
-    found: dict[str, Waiting] = {}
+    by_kind: dict[str, Waiting] = {}
     kinds: tuple[Kind, ...] = ("server", "barrier", "undirected", "push")
     for kind in kinds:
         timer = RoundTimer(devices, kind)
@@ -63,13 +63,13 @@ def compare_waiting(
             for one in times
             for i in np.flatnonzero(one.graph.active)
         ]
-        found[kind] = _summarize(
+        by_kind[kind] = _summarize(
             kind, bars, times[-1].mixed, np.full(clients, rounds), devices, work
         )
     horizon = int(timer.advance(push(rounds), work, size).began.max())  # as long as in step
     jobs = Push(devices, work, size, push).jobs_until(horizon)
-    found["nobody"] = _summarize_jobs(jobs, horizon, devices, work)
-    return found
+    by_kind["nobody"] = _summarize_jobs(jobs, horizon, devices, work)
+    return by_kind
 
 
 def _summarize(
@@ -99,14 +99,14 @@ def _summarize_jobs(
     return Waiting(whole.title, bars, seconds, whole.waiting, whole.slowest)
 
 
-def draw_waiting(found: dict[str, Waiting], path: Path, seconds: float | None = None) -> None:
+def draw_waiting(by_kind: dict[str, Waiting], path: Path, seconds: float | None = None) -> None:
     """A Gantt picture: a bar where a client trains, nothing where it waits or is away."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.1 * len(found)), layout="constrained", facecolor="white")
-    panels = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
-    end = seconds or max(end for one in found.values() for *_, end in one.training)
-    for axes, one in zip(panels, found.values(), strict=True):
+    figure = Figure(figsize=(10, 2.1 * len(by_kind)), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(by_kind), 1, sharex=True, squeeze=False)[:, 0]
+    end = seconds or max(end for one in by_kind.values() for *_, end in one.training)
+    for axes, one in zip(panels, by_kind.values(), strict=True):
         _draw_bars(axes, one, end)
     panels[-1].set_xlabel("seconds")
     save_picture(figure, path, "Who trains when")

@@ -143,9 +143,9 @@ def plan_batches(
     samples = np.zeros((len(clients), count, width), dtype=np.int64)
     position, last = np.arange(sizes.max()), int(epochs.max(initial=0))
     inside = position < sizes[:, None]
-    some = max(1, TOGETHER // inside.size)
-    for begin in range(0, last, some):
-        number = np.arange(begin, min(begin + some, last))
+    epochs_at_once = max(1, TOGETHER // inside.size)
+    for begin in range(0, last, epochs_at_once):
+        number = np.arange(begin, min(begin + epochs_at_once, last))
         visits = _order_samples(seed, clients, round, phase, number, position, inside, batch_size)
         if inside.all():  # a client alone, or clients of one size; nobody reads behind one's steps
             wide = np.zeros((len(clients), len(number), int(per_epoch[0]) * width), dtype=np.int64)

@@ -362,9 +362,9 @@ def compute_channel_statistics(x: Inputs) -> tuple[tuple[float, ...], tuple[floa
     if x.dtype == np.uint8:
         levels = np.arange(256) / 255
         counts = _count_byte_values(x)
-        shares = counts / counts.sum(axis=1, keepdims=True)
-        mean = shares @ levels
-        std = np.sqrt(np.maximum(shares @ levels**2 - mean**2, 0.0))
+        frequencies = counts / counts.sum(axis=1, keepdims=True)
+        mean = frequencies @ levels
+        std = np.sqrt(np.maximum(frequencies @ levels**2 - mean**2, 0.0))
     else:
         # What is not finite is refused by name when the data set is made.
         with np.errstate(invalid="ignore", over="ignore"):

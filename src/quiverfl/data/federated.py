@@ -383,18 +383,18 @@ def make_federated(
 
 def federate(
     dataset: Dataset,
-    shares: Partition,
+    partition: Partition,
     augment: str | Augment | None,
     mapped: bool,
     unseen: Mapping[str, Any],
 ) -> FederatedData:
     """The same, with the clients that the partition holds out; `unseen` says how to test them."""
-    data = make_federated(dataset, shares, augment, mapped)
-    if shares.unseen is None:
+    data = make_federated(dataset, partition, augment, mapped)
+    if partition.unseen is None:
         return data
     options = {key.removeprefix("unseen_"): value for key, value in unseen.items()}
     return replace(
-        data, unseen=Unseen(make_federated(dataset, shares.unseen, augment, mapped), **options)
+        data, unseen=Unseen(make_federated(dataset, partition.unseen, augment, mapped), **options)
     )
 
 
@@ -410,19 +410,21 @@ def _make_normalizer(dataset: Dataset) -> InputTransform | None:
     return parts.get("") if dataset.is_single_array else NormalizeParts(parts) if parts else None
 
 
-def _copy_examples(x: InputTree, y: InputTree, shares: Sequence[Integers]) -> ClientExamples:
-    rows = np.concatenate(shares)
+def _copy_examples(x: InputTree, y: InputTree, client_rows: Sequence[Integers]) -> ClientExamples:
+    rows = np.concatenate(client_rows)
     x, y = (tree_map(lambda leaf: torch.from_numpy(leaf[rows]), part) for part in (x, y))
-    return ClientExamples(x, y, _client_offsets(shares))
+    return ClientExamples(x, y, _client_offsets(client_rows))
 
 
-def _map_examples(x: InputTree, y: InputTree, shares: Sequence[Integers]) -> ClientExamples:
+def _map_examples(x: InputTree, y: InputTree, client_rows: Sequence[Integers]) -> ClientExamples:
     """Leave the inputs on disk; a batch is read when it is used."""
-    rows = np.concatenate(shares).astype(np.int64)
+    rows = np.concatenate(client_rows).astype(np.int64)
     y = tree_map(lambda leaf: torch.from_numpy(leaf[rows]), y)
     files = [find_memory_map(leaf) for _, leaf in tree_leaves(x)]
     behind = tuple(file for file in files if file is not None)
-    return ClientExamples(tree_map(_as_mapped_tensor, x), y, _client_offsets(shares), rows, behind)
+    return ClientExamples(
+        tree_map(_as_mapped_tensor, x), y, _client_offsets(client_rows), rows, behind
+    )
 
 
 def _as_mapped_tensor(leaf: Inputs) -> Tensor:
@@ -437,8 +439,8 @@ def _as_mapped_tensor(leaf: Inputs) -> Tensor:
         return torch.from_numpy(leaf)
 
 
-def _client_offsets(shares: Sequence[Integers]) -> Integers:
-    return np.cumsum([0, *(len(share) for share in shares)]).astype(np.int64)
+def _client_offsets(client_rows: Sequence[Integers]) -> Integers:
+    return np.cumsum([0, *(len(part) for part in client_rows)]).astype(np.int64)
 
 
 def _make_augmentation(dataset: Dataset, augment: str | Augment | None) -> Augment | None:
@@ -490,7 +492,7 @@ def partition(
     if not isinstance(source, Dataset):
         raise QuiverError(
             f"dataset is a {type(source).__name__}: give what qv.load_dataset returns, or its "
-            "name; arrays of your own that are shared out already go into "
+            "name; arrays of your own that are partitioned already go into "
             "qv.FederatedData.from_arrays."
         )
     if not isinstance(name, str):
@@ -501,15 +503,15 @@ def partition(
             raise QuiverError(f"{what} = {count!r}: give a whole number.")
     number = 20 if clients is None and name != "natural" else clients
     tests = {key: options.pop(key) for key in UNSEEN_OPTIONS if key in options}
-    shares = ways.make_partition(source, name, number, seed, **options)
+    parts = ways.make_partition(source, name, number, seed, **options)
     if unseen is not None:
-        shares = shares.hold_out(unseen, seed)
+        parts = parts.hold_out(unseen, seed)
     elif tests:
         raise QuiverError(f"{min(tests)} without unseen: say which clients are held out.")
-    ways.check_partition(source, shares)
+    ways.check_partition(source, parts)
     origin = {
         "name": source.name,
-        "clients": shares.clients + (0 if shares.unseen is None else shares.unseen.clients),
+        "clients": parts.clients + (0 if parts.unseen is None else parts.unseen.clients),
         "partition": name,
         **ways.partition_options(
             name, {k: v for k, v in options.items() if k not in _SIZE_OPTIONS}
@@ -519,4 +521,4 @@ def partition(
         "seed": seed,
         **({} if unseen is None else {"unseen": python_number(unseen), **tests}),
     }
-    return replace(federate(source, shares, augment, mapped, tests), origin=origin)
+    return replace(federate(source, parts, augment, mapped, tests), origin=origin)

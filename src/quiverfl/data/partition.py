@@ -57,9 +57,9 @@ class Partition:
         return len(self.train)
 
     def heterogeneity(self) -> float:
-        """Mean total-variation distance of the clients' class shares from those of all together.
+        """Mean total-variation distance of the clients' class proportions from the overall ones.
 
-        0 when all clients have the same shares; towards 1 the less they have in common.
+        0 when all clients have the same proportions; towards 1 the less they have in common.
         """
         own = self.train_counts / self.train_counts.sum(axis=1, keepdims=True)
         everyone = self.train_counts.sum(axis=0) / self.train_counts.sum()
@@ -76,9 +76,9 @@ class Partition:
         }
         if self.names:
             arrays["names"] = np.array(self.names, dtype=np.str_)
-        for part, shares in (("train", self.train), ("test", self.test)):
-            arrays[f"{part}_indices"] = np.concatenate(shares).astype(np.int64)
-            sizes = [0, *(len(share) for share in shares)]
+        for part, rows in (("train", self.train), ("test", self.test)):
+            arrays[f"{part}_indices"] = np.concatenate(rows).astype(np.int64)
+            sizes = [0, *(len(part) for part in rows)]
             arrays[f"{part}_offsets"] = np.cumsum(sizes).astype(np.int64)
         if self.unseen is not None:
             theirs = self.unseen.arrays().items()
@@ -118,7 +118,7 @@ def make_partition(
 
     `samples_per_client` takes fewer examples than there are; `test_per_client` is a test set's
     size unless proportions cannot be kept at that size (None: the test examples divided by the
-    number of clients). `validation` sets that share of every client's training examples aside as
+    number of clients). `validation` sets that fraction of every client's training examples aside as
     its test set and leaves the data set's own test examples untouched: for tuning.
     """
     settings = partition_options(name, options)
@@ -137,16 +137,16 @@ def make_partition(
     return replace(_build_partition(dataset, train, test, held_out=False), names=names)
 
 
-def check_partition(dataset: Dataset, shares: Partition) -> None:
+def check_partition(dataset: Dataset, partition: Partition) -> None:
     """Refuse a partition in which nobody can be tested; warn of one with a single class."""
-    if not shares.test_counts.sum():
+    if not partition.test_counts.sum():
         raise QuiverError(
-            f"none of the {shares.clients} clients has test data, so no model can be judged: "
+            f"none of the {partition.clients} clients has test data, so no model can be judged: "
             f"{dataset.name} has {len(dataset.test_y)} test examples for them. Raise "
             "data.options.test_share or set data.validation; where owners have a single row each, "
             "name another data.options.owner."
         )
-    present = np.flatnonzero(shares.train_counts.sum(axis=0) + shares.test_counts.sum(axis=0))
+    present = np.flatnonzero(partition.train_counts.sum(axis=0) + partition.test_counts.sum(axis=0))
     if dataset.train_target is None and len(present) == 1:
         warnings.warn(
             f"{dataset.name}: all labels are {dataset.class_names[present[0]]!r}: with one class "
@@ -190,8 +190,8 @@ def _build_partition(
     )
 
 
-def _count_classes(labels: Integers, shares: Sequence[Integers], classes: int) -> Integers:
-    return np.stack([np.bincount(labels[rows], minlength=classes) for rows in shares])
+def _count_classes(labels: Integers, rows_of_clients: Sequence[Integers], classes: int) -> Integers:
+    return np.stack([np.bincount(labels[rows], minlength=classes) for rows in rows_of_clients])
 
 
 def _draw_test_like_train(
@@ -218,14 +218,14 @@ def _limit_test_examples(
     dataset: Dataset, test: Sequence[Integers], wanted: int | None, seed: int
 ) -> list[Integers]:
     """Limit every owner's test examples to this number, in their class proportions."""
-    some = list(test)
+    limited = list(test)
     for client, rows in enumerate(test):
         if wanted is not None and len(rows) > wanted:
             generator = stream(seed, "partition-test", client)
-            some[client] = rows[
+            limited[client] = rows[
                 _draw_in_proportion(dataset.test_y[rows], dataset.classes, wanted, generator)
             ]
-    return some
+    return limited
 
 
 def _draw_in_proportion(
@@ -275,8 +275,8 @@ def proportional_counts(
     total = int(have.sum())
     if total == 0:
         return np.zeros_like(have)
-    some = have > 0
-    total_drawn = min(wanted, int((available[some] * total // have[some]).min()))
+    nonempty = have > 0
+    total_drawn = min(wanted, int((available[nonempty] * total // have[nonempty]).min()))
     counts, remainder = np.divmod(have * total_drawn, total)
     order = np.lexsort((generator.random(len(have)), -remainder))
     counts[order[: total_drawn - int(counts.sum())]] += 1

@@ -59,7 +59,7 @@ def dirichlet_by_class(
     alpha: float = 0.3,
     min_samples: int = 10,
 ) -> ClientRows:
-    """Most libraries': each class is shared out by Dir(alpha) over the clients; unequal sizes.
+    """Most libraries': each class is divided by Dir(alpha) over the clients; unequal sizes.
 
     A client that gets fewer than `min_samples` is filled up from the largest one, instead of
     drawing everything again until everyone has enough.
@@ -80,8 +80,8 @@ def dirichlet_by_class(
         pool = generator.multivariate_hypergeometric(pool, clients * size)
     counts = np.empty((clients, dataset.classes), dtype=np.int64)
     for label, available in enumerate(pool):
-        shares = generator.dirichlet(np.full(clients, alpha))
-        cuts = np.round(np.cumsum(shares)[:-1] * available).astype(np.int64)
+        fractions = generator.dirichlet(np.full(clients, alpha))
+        cuts = np.round(np.cumsum(fractions)[:-1] * available).astype(np.int64)
         counts[:, label] = np.diff(cuts, prepend=0, append=available)
     _fill_up(counts, min_samples, generator)
     return deal_examples(dataset, counts, seed)
@@ -218,9 +218,9 @@ def _fill_up(counts: Integers, least: int, generator: np.random.Generator) -> No
             donor = int(sizes.argmax())
             spare = max(1, (int(sizes[donor]) - least) // 2)
             amount = min(spare, least - int(sizes[client]))
-            moved = generator.multivariate_hypergeometric(counts[donor], amount)
-            counts[donor] -= moved
-            counts[client] += moved
+            transfer = generator.multivariate_hypergeometric(counts[donor], amount)
+            counts[donor] -= transfer
+            counts[client] += transfer
             sizes[donor] -= amount
             sizes[client] += amount
 

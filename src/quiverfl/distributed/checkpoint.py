@@ -116,8 +116,8 @@ class GatheredCheckpoints:
                 part = self._send_parts(name, checkpoint.tensors[name])
             if part is not None:
                 tensors[self._rename(name, -1)] = part
-        here = self.placement.clients_of(self.ranks.rank)
-        own = {client - self._first: values for client, values in metrics.items() if client in here}
+        local = self.placement.clients_of(self.ranks.rank)
+        own = {c - self._first: values for c, values in metrics.items() if c in local}
         history = History() if checkpoint is None else checkpoint.history
         return Checkpoint(round, tensors, own, history)
 

@@ -153,7 +153,7 @@ def cut(columns: int, width: int, column_bytes: int, ranks: int) -> list[Block]:
     most = -(-chunks // max(1, -(-chunks // (each * ranks))))  # equal blocks, no small last one
     blocks = []
     for first in range(0, chunks, max(1, most)):
-        here = min(most, chunks - first)
-        cuts = [min(columns, (first + here * rank // ranks) * width) for rank in range(ranks + 1)]
+        count = min(most, chunks - first)
+        cuts = [min(columns, (first + count * rank // ranks) * width) for rank in range(ranks + 1)]
         blocks.append(Block(cuts))
     return blocks

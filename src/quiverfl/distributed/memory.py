@@ -75,8 +75,8 @@ class RankNeeds:
         """Bytes that a rank sends in a round so that messages are mixed."""
         apart = (ranks - 1) / ranks**2
         if self.graph.one_row:
-            there = len(self.graph.senders) * self.message * apart
-            return int(there + self.message * (ranks - 1) / ranks)
+            scattered = len(self.graph.senders) * self.message * apart
+            return int(scattered + self.message * (ranks - 1) / ranks)
         return int(2 * self.clients * self.message * apart)
 
     def measuring(self, ranks: int) -> int:
@@ -94,18 +94,20 @@ class RankNeeds:
 def predict_rank_memory(config: Config) -> RankNeeds:
     """From the data, and from the state and message of one client."""
     dataset, method = load_data(config), make_method(config)
-    shares, task = partition_data(config, dataset), make_task(config, dataset)
-    settings = config.run.for_clients(shares.clients)
-    first = replace(shares, train=shares.train[:1], test=shares.test[:1], names=shares.names[:1])
+    partition, task = partition_data(config, dataset), make_task(config, dataset)
+    settings = config.run.for_clients(partition.clients)
+    first = replace(
+        partition, train=partition.train[:1], test=partition.test[:1], names=partition.names[:1]
+    )
     epochs = settings.epochs_per_client
     alone = replace(settings, epochs_per_client=epochs and epochs[:1])
     data, training = make_federated(dataset, first), config.training
     shard = Shard(task, data, method, training, alone)
     shared = next(iter(select_fields(shard.state, "shared").values()), None)
     model = (task.shared_layout.size + task.personal_layout.size) * settings.dtype.itemsize
-    train, test = (np.array([len(s) for s in part]) for part in (shares.train, shares.test))
+    train, test = (np.array([len(s) for s in part]) for part in (partition.train, partition.test))
     message = sum(leaf.nbytes for leaf in shard.outbox().values())
-    topology = make_run_topology(config, method, shares.clients)
+    topology = make_run_topology(config, method, partition.clients)
     as_here = replace(alone, threads=alone.threads or torch.get_num_threads())
     each, chunk = training_bytes(task, data, training, as_here, int(train.max()))
     return RankNeeds(
@@ -119,7 +121,7 @@ def predict_rank_memory(config: Config) -> RankNeeds:
         chunk=chunk,
         examples=(train + test) * _example(config, dataset),
         graph=topology(0),
-        view=0 if topology.reports is None else topology.reports.memory(shares.clients),
+        view=0 if topology.reports is None else topology.reports.memory(partition.clients),
     )
 
 

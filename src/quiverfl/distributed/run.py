@@ -132,12 +132,12 @@ def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
     train, test = (np.array([len(s) for s in part]) for part in (partition.train, partition.test))
     federation = federation_of(train, test, settings, ranks.size)
     augment = None if config.data.augment == "none" else config.data.augment
-    here = partition.select(federation.placement.clients_of(ranks.rank).tolist())
+    local_partition = partition.select(federation.placement.clients_of(ranks.rank).tolist())
     simulation = RankSimulation(
         ranks,
         federation,
         make_task(config, dataset),
-        make_federated(dataset, here, augment, config.data.mapped),
+        make_federated(dataset, local_partition, augment, config.data.mapped),
         method,
         make_run_topology(config, method, partition.clients),
         config.training,

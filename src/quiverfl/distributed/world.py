@@ -74,8 +74,8 @@ class RankWorld:
         return self.ranks.rows(own, self._placement.counts)
 
     def gather_group(self, own: Tensor, group: ClientGroup) -> Tensor:
-        assert group.company is not None
-        clients = group.company.clients
+        assert group.full_group is not None
+        clients = group.full_group.clients
         # Gathered they are in the order of ranks.
         owner = np.searchsorted(self._placement.cuts, clients, side="right")
         back = torch.from_numpy(np.argsort(np.argsort(owner, kind="stable"), kind="stable"))

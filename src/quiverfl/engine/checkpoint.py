@@ -212,7 +212,7 @@ class Checkpoint:
     def describe(self, digest: str, metrics: Mapping[int, dict[str, float]]) -> bytes:
         """What the JSON file says; the tensors' sha256 and the metrics of all kept models."""
         text: dict[str, Any] = {"round": self.round, "sha256": digest}
-        text["local_metrics"] = {str(client): found for client, found in sorted(metrics.items())}
+        text["local_metrics"] = {str(client): own for client, own in sorted(metrics.items())}
         if self.measured is not None:
             text.update(self.measured.choices)
         return json.dumps(text).encode()
@@ -229,12 +229,12 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(path, "it does not describe a checkpoint") from error
         try:
-            found = _sha256(tensors)
+            actual = _sha256(tensors)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             why = "the file is missing" if missing else str(error.strerror)
             raise DamagedCheckpoint(tensors, why) from error
-        if found != digest:
+        if actual != digest:
             raise DamagedCheckpoint(tensors, "its checksum is not the one recorded")
         return cls(round, load_file(tensors), metrics, history, measured)
 

@@ -30,50 +30,50 @@ class ReportExchange:
     """The view of all clients, and what those of one shard say of the round they are in."""
 
     def __init__(
-        self, looks: ReportSpec, context: PhaseContext, method: Method, ids: Integers, clients: int
+        self, spec: ReportSpec, context: PhaseContext, method: Method, ids: Integers, clients: int
     ) -> None:
-        self.looks, self.view = looks, ReportView.empty(looks, clients)
-        self.outgoing: ReportValues = np.full((len(ids), looks.width), np.nan, dtype=np.float32)
+        self.spec, self.view = spec, ReportView.empty(spec, clients)
+        self.outgoing: ReportValues = np.full((len(ids), spec.width), np.nan, dtype=np.float32)
         """[rows, width]. A client that does not train says again what it said last."""
         self._context, self._personal, self._ids = context, vmap_params(method.personal), ids
 
     def record_losses(self, state: Any, group: ClientGroup) -> Callable[[Any], None]:
         """Before clients train: their loss. What is returned wants the state they reach."""
         point = self._personal(state)
-        if self.looks.loss:
+        if self.spec.loss:
             self.outgoing[group.rows, 0] = self._losses(point, group)
         return partial(self._record_updates, point, group)
 
     def _losses(self, point: Params, group: ClientGroup) -> Floats:
         """On the clients' training data."""
-        context, company = self._context, group.company
-        if company is not None:
-            group = replace(group, company=replace(company, test=company.train))
+        context, full_group = self._context, group.full_group
+        if full_group is not None:
+            group = replace(group, full_group=replace(full_group, test=full_group.train))
         metrics = compute_metrics(context, context.examples, point, group)
         return metrics["loss"]
 
     def _record_updates(self, before: Params, group: ClientGroup, state: Any) -> None:
         """How far they came, and a sketch of where to."""
-        if not (self.looks.norm or self.looks.sketch):
+        if not (self.spec.norm or self.spec.sketch):
             return
         updates = (self._personal(state).shared - before.shared).cpu().double().numpy()
-        place = int(self.looks.loss)
-        if self.looks.norm:
+        place = int(self.spec.loss)
+        if self.spec.norm:
             self.outgoing[group.rows, place] = [np.sqrt(row @ row) for row in updates]
-        if self.looks.sketch:
+        if self.spec.sketch:
             # Row by row, each sum in the order of coordinates: the same wherever a client is.
-            self.outgoing[group.rows, place + int(self.looks.norm) :] = [
-                count_sketch(row, self._buckets, self._signs, self.looks.sketch) for row in updates
+            self.outgoing[group.rows, place + int(self.spec.norm) :] = [
+                count_sketch(row, self._buckets, self._signs, self.spec.sketch) for row in updates
             ]
 
     @cached_property
     def _hashes(self) -> npt.NDArray[np.uint64]:
         size = self._context.task.shared_layout.size
-        return key_hashes(self.looks.seed, "sketch", np.arange(size))
+        return key_hashes(self.spec.seed, "sketch", np.arange(size))
 
     @cached_property
     def _buckets(self) -> Integers:
-        return ((self._hashes >> np.uint64(1)) % np.uint64(max(1, self.looks.sketch))).astype(
+        return ((self._hashes >> np.uint64(1)) % np.uint64(max(1, self.spec.sketch))).astype(
             np.int64
         )
 
@@ -102,7 +102,7 @@ class ReportExchange:
                     "looks at it: it was made with another topology or number of clients."
                 )
             array[self._ids] = rows.cpu().numpy()
-        self.view = ReportView.from_arrays(self.looks, arrays)
+        self.view = ReportView.from_arrays(self.spec, arrays)
         self.outgoing = self.view.values[self._ids, self._ids].copy()
 
 

@@ -137,9 +137,9 @@ def cut_groups(order: Integers, kinds: Integers, width: int, blocks: int) -> Ite
     begin = 0
     while begin < len(order):
         # How far clients are like the first.
-        some = kinds[order[begin : begin + width * blocks]]
-        like = np.flatnonzero((some != some[0]).any(axis=1))
-        count = int(like[0] if len(like) else len(some)) // width
+        group_kinds = kinds[order[begin : begin + width * blocks]]
+        like = np.flatnonzero((group_kinds != group_kinds[0]).any(axis=1))
+        count = int(like[0] if len(like) else len(group_kinds)) // width
         end = begin + width * max(1, count)
         rows = order[begin:end]
         yield rows if count < 2 else rows.reshape(count, width)[:, places].ravel()

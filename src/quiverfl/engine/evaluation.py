@@ -113,29 +113,30 @@ def compute_metrics(
     """Metrics and loss over each client's own samples; NaN for a client without any."""
     task, program, executor, rows = context.task, context.program(), context.executor, group.rows
     sizes, halt = examples.sizes[rows], WORKER.halt
-    everyone = sizes if group.company is None else group.company.test
+    everyone = sizes if group.full_group is None else group.full_group.test
     tallies = {
         name: _tally(metric, len(rows))
         for name, metric in {**task.metrics, "loss": task.loss}.items()
     }
-    together = min(
-        len(everyone), executor.evaluation_chunk
-    )  # joined groups are cut as each would be
+    # Joined groups are cut as each would be.
+    together = min(len(everyone), executor.evaluation_chunk)
     slab = min(SLAB, max(1, TOGETHER // max(1, together)))
     for begin in range(0, int(sizes.max(initial=0)), slab):
         if halt is not None and halt.is_set():
             raise Halted
-        here = np.flatnonzero(sizes > begin)
+        present = np.flatnonzero(sizes > begin)
         if together == 1:
             outputs, targets, blocks = _see_each(context, examples, params, group, begin)
         else:
             width = int(min(everyone.max() - begin, slab))
-            samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
-            inside = np.arange(begin, begin + width) < sizes[here][:, None]
-            x, y = examples.gather(rows[here], samples)
-            some = params if len(here) == len(rows) else Params(*(part[here] for part in params))
-            outputs = flatten_clients(executor.forward(program, some, x).outputs)
-            targets, blocks = flatten_clients(y), [(here, torch.from_numpy(inside).double())]
+            samples = np.minimum(np.arange(begin, begin + width), sizes[present][:, None] - 1)
+            inside = np.arange(begin, begin + width) < sizes[present][:, None]
+            x, y = examples.gather(rows[present], samples)
+            stacked = params
+            if len(present) < len(rows):
+                stacked = Params(*(part[present] for part in params))
+            outputs = flatten_clients(executor.forward(program, stacked, x).outputs)
+            targets, blocks = flatten_clients(y), [(present, torch.from_numpy(inside).double())]
         for tally in tallies.values():
             tally.add(outputs, targets, blocks)
     with np.errstate(invalid="ignore"):
@@ -154,9 +155,9 @@ def _see_each(
     Nothing is padded, so those with as many samples are a block. Each is computed as if alone.
     """
     counts, halt = np.minimum(examples.sizes[group.rows] - begin, SLAB), WORKER.halt
-    here = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
+    present = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
     seen: list[Tree] = []
-    for place in here:
+    for place in present:
         if halt is not None and halt.is_set():
             raise Halted
         samples = np.arange(begin, begin + counts[place])[None]
@@ -165,8 +166,8 @@ def _see_each(
         outputs = context.executor.forward(context.program(), point, x).outputs
         seen.append((flatten_clients(outputs), flatten_clients(y)))
     blocks: Blocks = []
-    for count in dict.fromkeys(counts[here].tolist()):
-        like = here[counts[here] == count]
+    for count in dict.fromkeys(counts[present].tolist()):
+        like = present[counts[present] == count]
         blocks.append((like, torch.ones(len(like), count, dtype=torch.float64)))
     joined: Tree = seen[0]
     if len(seen) > 1:
@@ -201,8 +202,8 @@ class _Mean:
             self._sums[clients] += torch.linalg.vecdot(part.view(inside.shape), inside)
 
     def values(self, sizes: Integers) -> Floats:
-        found: Floats = self._sums.numpy() / np.where(sizes, sizes, np.nan)
-        return found
+        means: Floats = self._sums.numpy() / np.where(sizes, sizes, np.nan)
+        return means
 
 
 class _Sums:
@@ -223,8 +224,8 @@ class _Sums:
         assert self._metric.value is not None
         if self._sums is None:
             return np.full(self._clients, np.nan)
-        found = self._metric.value(self._sums).numpy()
-        return np.where(sizes, found, np.nan)
+        scores = self._metric.value(self._sums).numpy()
+        return np.where(sizes, scores, np.nan)
 
 
 class _All:

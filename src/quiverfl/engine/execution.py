@@ -403,17 +403,17 @@ def seconds_per_gradient(
         context = PhaseContext(
             task, examples, training, executor, settings.dtype, device, settings.seed, 1, draws
         )
-        some = np.arange(min(executor.chunk, clients))
+        sample = np.arange(min(executor.chunk, clients))
         one_by_one = executor.name == "sequential" and device.type == "cpu"
         workers = worker_count(clients) if one_by_one else 1
-        trials[name] = _prepare_trial(context, some), workers, len(some) * workers
+        trials[name] = _prepare_trial(context, sample), workers, len(sample) * workers
     seconds = dict.fromkeys(trials, math.inf)
     for attempt in range(1 + TRIES):
-        for name, (trial, workers, share) in trials.items():
+        for name, (trial, workers, clients_at_once) in trials.items():
             with _threads_of_one(workers):
                 begin = time.perf_counter()
                 trial()
-                elapsed = (time.perf_counter() - begin) / share
+                elapsed = (time.perf_counter() - begin) / clients_at_once
             if attempt:
                 seconds[name] = min(seconds[name], elapsed)
     return seconds

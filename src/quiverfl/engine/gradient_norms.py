@@ -72,23 +72,24 @@ def full_gradient(context: PhaseContext, point: Params, part: Part, group: Clien
     """The gradient of each client's mean training loss, float64 [clients, size of the part]."""
     rows = group.rows
     sizes = context.examples.sizes[rows]
-    everyone = sizes if group.company is None else group.company.train
+    everyone = sizes if group.full_group is None else group.full_group.train
     values = point.shared if part == "shared" else point.personal
     device = values.device if values.device.type not in NO_FLOAT64 else torch.device("cpu")
     total = torch.zeros_like(values, dtype=torch.float64, device=device)
     if not values.shape[1]:
         return total
     for begin in range(0, int(sizes.max()), SLAB):
-        here = np.flatnonzero(sizes > begin)
-        counts = np.minimum(sizes[here] - begin, SLAB)
+        present = np.flatnonzero(sizes > begin)
+        counts = np.minimum(sizes[present] - begin, SLAB)
         among = np.minimum(everyone[everyone > begin] - begin, SLAB)
         width = int(among.max())
-        samples = np.minimum(np.arange(begin, begin + width), sizes[here][:, None] - 1)
-        x, y = context.examples.gather(rows[here], samples)
-        some = point if len(here) == len(rows) else Params(*(half[here] for half in point))
-        some = Params(*(align_rows(half) for half in some))
-        gradient = context.executor.bind(context.program(), some, part, training=False)
-        slope = gradient(Batch(len(here), x, y, padding_weights(counts, among, values)))
-        share = torch.from_numpy(counts / sizes[here]).to(total.device)
-        total[here] += slope.to(device).double() * share.unsqueeze(1)
+        samples = np.minimum(np.arange(begin, begin + width), sizes[present][:, None] - 1)
+        x, y = context.examples.gather(rows[present], samples)
+        everybody = len(present) == len(rows)
+        stacked = (half if everybody else half[present] for half in point)
+        params = Params(*(align_rows(half) for half in stacked))
+        gradient = context.executor.bind(context.program(), params, part, training=False)
+        gradients = gradient(Batch(len(present), x, y, padding_weights(counts, among, values)))
+        fraction = torch.from_numpy(counts / sizes[present]).to(total.device)
+        total[present] += gradients.to(device).double() * fraction.unsqueeze(1)
     return total

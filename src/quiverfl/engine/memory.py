@@ -74,24 +74,24 @@ def predict_memory(
     settings: RunSettings,
     clients: int | None = None,
     transforms: Transforms = PLAIN,
-    looks: ReportSpec | None = None,
+    report_spec: ReportSpec | None = None,
 ) -> Footprint:
     """What a run of this needs on the device it computes on; for fewer `clients` if given.
 
     `looks` is what its topology looks at, if it does.
     """
     count = data.clients if clients is None else clients
-    share = count / data.clients
+    fraction = count / data.clients
     size = torch.empty((), dtype=settings.dtype).element_size()
     model = (task.shared_layout.size + task.personal_layout.size) * size
     per_client, widest = training_bytes(task, data, training, settings, int(data.train.sizes.max()))
     return Footprint(
         states=count * _state_bytes(task, data, method, settings, transforms.copies),
         kept=count * model if settings.keep_local else 0,
-        data=int(share * (_bytes(data.train) + _bytes(data.test))),
+        data=int(fraction * (_bytes(data.train) + _bytes(data.test))),
         per_client=per_client,
         chunk=min(count, widest),
-        view=0 if looks is None else looks.memory(count),
+        view=0 if report_spec is None else report_spec.memory(count),
     )
 
 
@@ -199,12 +199,12 @@ def saved_bytes(task: Task, x: Tree, dtype: torch.dtype, together: bool = True) 
     own = {leaf.untyped_storage().data_ptr() for leaf in (point.shared, point.personal)}
     own |= {leaf.untyped_storage().data_ptr() for leaf in program.module.buffers()}
     keys = torch.zeros(clients, dtype=torch.int64)
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -213,7 +213,7 @@ def saved_bytes(task: Task, x: Tree, dtype: torch.dtype, together: bool = True) 
             outputs = call_stacked(program, named, inputs, False, keys).outputs
         else:
             outputs = program.call(named, x, False, KeyedRandomMode(keys[0])).outputs
-    kept = sum(found.values()) // clients
+    kept = sum(storages.values()) // clients
     del outputs  # until here it keeps everything alive, so that no address is used twice
     return kept
 

@@ -61,7 +61,7 @@ class Shard:
         training: Training,
         settings: RunSettings,
         clients: Sequence[int] | None = None,
-        looks: ReportSpec | None = None,
+        report_spec: ReportSpec | None = None,
         private: DPSGD | None = None,
         measured: Measurement | None = None,
         world: World | None = None,
@@ -102,23 +102,25 @@ class Shard:
         self.visits: Integers = np.zeros(len(self.ids), dtype=np.int64)
         """How often each sample of a client was looked at, counted where that must be few."""
         self.reports: ReportExchange | None = None
-        if looks is not None:
+        if report_spec is not None:
             everybody = len(self.world.all_ids)
-            self.reports = ReportExchange(looks, self.context, method, self.ids, everybody)
+            self.reports = ReportExchange(report_spec, self.context, method, self.ids, everybody)
 
     @property
     def view(self) -> ReportView | None:
         """What clients know of each other, if the topology looks."""
         return None if self.reports is None else self.reports.view
 
-    def train(self, round: int | Integers, active: Flags, share: float | None = None) -> None:
+    def train(
+        self, round: int | Integers, active: Flags, active_fraction: float | None = None
+    ) -> None:
         """Train the active clients. `round` is one for all, or every client's own.
 
-        `share` of all clients train in this round: of those of this world, unless it is given.
+        `active_fraction` of all clients train; by default that of the clients of this world.
         """
-        share = float(active.mean()) if share is None else share
+        active_fraction = float(active.mean()) if active_fraction is None else active_fraction
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
-        work = partial(self._train_group, round, share)
+        work = partial(self._train_group, round, active_fraction)
         width = self.context.executor.chunk
         chosen, blocks = np.flatnonzero(active), self.blocks.training
         compute_groups(self.world, work, chosen, width, self.workers, blocks)
@@ -126,13 +128,17 @@ class Shard:
             visits = self.world.gather(torch.from_numpy(self.visits)).numpy()
             check_budget(visits, self.context.private, round, self.world.all_ids)
 
-    def _train_group(self, round: int | Integers, share: float, group: ClientGroup) -> None:
+    def _train_group(
+        self, round: int | Integers, active_fraction: float, group: ClientGroup
+    ) -> None:
         reports = self.reports
         state = to_device(take_rows(self.state, group.rows), self.context.device)
         statistics = self.open_client(group.rows) if self.opens_clients else None
         record_updates = None if reports is None else reports.record_losses(state, group)
         for number, phase in enumerate(self._phases):
-            state = self._take_phase(phase, state, group, PhaseIndex(round, number, share))
+            state = self._take_phase(
+                phase, state, group, PhaseIndex(round, number, active_fraction)
+            )
         check_finite(state, group.ids, round)
         if record_updates is not None:
             record_updates(state)
@@ -181,16 +187,16 @@ class Shard:
         if self.reports is not None:
             rows = self.reports.rows()
             known = {name: self.world.gather(own).numpy() for name, own in rows.items()}
-            self.reports.view = ReportView.from_arrays(self.reports.looks, known)
+            self.reports.view = ReportView.from_arrays(self.reports.spec, known)
 
     def keep_local_models(self, chosen: Flags) -> None:
         """Keep what these clients would use now as their last locally trained model."""
         rows, width = np.flatnonzero(self.world.select_local(chosen)), self._width
         for begin in range(0, len(rows), width):
-            some = rows[begin : begin + width]
-            self.local.keep(some, self.personal(some))
+            chunk = rows[begin : begin + width]
+            self.local.keep(chunk, self.personal(chunk))
             if self._mixes_statistics and self.statistics is not None:
-                own = {row: self.statistics[row].clone() for row in some.tolist()}
+                own = {row: self.statistics[row].clone() for row in chunk.tolist()}
                 self.local.statistics.update(own)
 
     def personal(self, rows: Integers) -> Params:
@@ -225,16 +231,16 @@ class Shard:
             return self._add_statistics(dict(emit(self.state)))
         rows = self.world.rows_of(senders)
         # vmap takes no empty stack: one client gives the shapes of a message without any.
-        some = emit(take_rows(self.state, rows if len(rows) else np.array([0])))
-        some = self._add_statistics(some, rows)
-        return {name: leaf[: len(rows)] for name, leaf in some.items()}
+        messages = emit(take_rows(self.state, rows if len(rows) else np.array([0])))
+        messages = self._add_statistics(messages, rows)
+        return {name: leaf[: len(rows)] for name, leaf in messages.items()}
 
     def payload(self, outbox: Message, senders: Integers | None = None) -> Integers:
         """Bytes of each client's message; 0 for clients that do not send."""
         sizes = np.zeros(len(self.ids), dtype=np.int64)
         rows = np.arange(len(self.ids)) if senders is None else self.world.rows_of(senders)
         if outbox and len(rows):
-            beside = 0 if self.reports is None else self.reports.looks.bytes
+            beside = 0 if self.reports is None else self.reports.spec.bytes
             if isinstance(self.method, SizesMessages):
                 sent = {name: leaf for name, leaf in outbox.items() if name != STATISTICS}
                 beside += outbox[STATISTICS][0].nbytes if STATISTICS in outbox else 0

@@ -172,7 +172,7 @@ class UnseenClients:
 
     def _find_nearest(self) -> Integers:
         """The participant whose own model has the lowest loss on the client's training data."""
-        found, width = [], self._context.executor.evaluation_chunk
+        nearest, width = [], self._context.executor.evaluation_chunk
         for row in range(len(self._ids)):
             losses = []
             for begin in range(0, len(self._participants), width):
@@ -184,8 +184,8 @@ class UnseenClients:
                     self._context.programs.open_client(None, own.to(self._context.device))
                 metrics = compute_metrics(self._context, self._context.examples, params, group)
                 losses.append(metrics["loss"])
-            found.append(self._participants[np.argmin(np.concatenate(losses))])
-        return np.array(found, dtype=np.int64)
+            nearest.append(self._participants[np.argmin(np.concatenate(losses))])
+        return np.array(nearest, dtype=np.int64)
 
     def _average(self) -> Params:
         """The mean of the participants' models, added in float64 one after the other."""
@@ -254,11 +254,11 @@ def check_unseen(
 def find_sent_parts(method: Method, probe: ModelProbe) -> tuple[bool, bool]:
     """Whether the shared and the personal part of a model reach a message: NaN is followed."""
     state = probe.first_state(method)
-    found = []
+    sent = []
     for role in ("shared", "personal"):
         name = next(iter(select_fields(state, role)), None)
-        found.append(name is not None and _is_sent(method, state, name))
-    return found[0], found[1]
+        sent.append(name is not None and _is_sent(method, state, name))
+    return sent[0], sent[1]
 
 
 def _is_sent(method: Method, state: Any, name: str) -> bool:

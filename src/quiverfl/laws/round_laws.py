@@ -40,22 +40,22 @@ def identity_mixing(case: Case, tolerance: float = 1e-12, whole: bool | None = N
     trained = models(shard)
     alone = isolated(clients=CLIENTS)(0)
     exchange_messages(shard, exchange, alone, 0)
-    moved = Difference.between(trained._asdict(), models(shard)._asdict())
-    if moved.size > tolerance and not isinstance(case.method, SizesMessages):
+    change = Difference.between(trained._asdict(), models(shard)._asdict())
+    if change.size > tolerance and not isinstance(case.method, SizesMessages):
         return (
             "where every client receives its own message and no other, personal(state) should "
             "give the same model after merge as right after training; its "
-            f"{moved.name} part differs by {moved.size:.2g} (client {moved.client}). personal is "
-            "called at both moments and must be right at both."
+            f"{change.name} part differs by {change.size:.2g} (client {change.client}). personal "
+            "is called at both moments and must be right at both."
         )
     once = fields(shard)
     exchange_messages(shard, exchange, alone, 1)
-    moved = Difference.between(once, fields(shard))
+    change = Difference.between(once, fields(shard))
     whole = not replicated_fields(type(shard.state)) if whole is None else whole
-    if whole and moved.size > tolerance:
+    if whole and change.size > tolerance:
         return (
             "where a client merges its own message and no other a second time, without training, "
-            f"its state should stay as it is; field {moved}."
+            f"its state should stay as it is; field {change}."
         )
     return None
 
@@ -70,12 +70,12 @@ def agreement(case: Case, tolerance: float = 1e-12) -> str | None:
     exchange = Exchange(MatrixProduct(case.method.delay))
     for t in range(4):
         exchange_messages(shard, exchange, case.topology(t), t)
-        moved = Difference.between(before._asdict(), models(shard)._asdict())
-        if moved.size > tolerance:
+        change = Difference.between(before._asdict(), models(shard)._asdict())
+        if change.size > tolerance:
             return (
                 "where all clients have the same model and nobody trains, mixing should leave "
-                f"every model as it is; after round {t + 1} the {moved.name} part of client "
-                f"{moved.client} differs by {moved.size:.2g}."
+                f"every model as it is; after round {t + 1} the {change.name} part of client "
+                f"{change.client} differs by {change.size:.2g}."
             )
     return None
 
@@ -87,14 +87,14 @@ def permutation(case: Case, tolerance: float = 1e-12) -> str | None:
     first, second = (Exchange(MatrixProduct(case.method.delay)) for _ in range(2))
     for t in range(2):
         graph = case.topology(t)
-        moved = Graph(graph.sparse[order][:, order], graph.active[order], graph.hub)
+        relabelled = Graph(graph.sparse[order][:, order], graph.active[order], graph.hub)
         plain.train(t, graph.active)
-        permuted.train(t, moved.active)
+        permuted.train(t, relabelled.active)
         exchange_messages(plain, first, graph, t)
-        exchange_messages(permuted, second, moved, t)
+        exchange_messages(permuted, second, relabelled, t)
     back = np.argsort(order)
-    found = {name: leaf[back] for name, leaf in fields(permuted).items()}
-    apart = Difference.between(fields(plain), found)
+    restored = {name: leaf[back] for name, leaf in fields(permuted).items()}
+    apart = Difference.between(fields(plain), restored)
     if apart.size > tolerance:
         return (
             "a client's state should not depend on where the client stands in the list; with the "
@@ -191,12 +191,12 @@ def _total(leaf: Tensor, flying: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _describe_difference(
-    what: str, expected: Tensor, found: Tensor, tolerance: float = 1e-12
+    what: str, expected: Tensor, actual: Tensor, tolerance: float = 1e-12
 ) -> str | None:
-    apart = (expected - found).abs()
+    apart = (expected - actual).abs()
     if apart.numel() and not float(apart.max()) <= tolerance:
         place = int(apart.reshape(-1).argmax())
-        pair = [float(total.reshape(-1)[place]) for total in (expected, found)]
+        pair = [float(total.reshape(-1)[place]) for total in (expected, actual)]
         return f"{what} should be {pair[0]:.6g} as it was sent; it is {pair[1]:.6g}."
     return None
 
@@ -334,13 +334,13 @@ def in_parts(case: Case, parts: list[list[int]]) -> dict[str, Tensor]:
     for t in range(3):
         graph = case.topology(t)
         for part, shard in zip(parts, shards, strict=True):
-            shard.train(t, graph.active[part], share=float(graph.active.mean()))
+            shard.train(t, graph.active[part], active_fraction=float(graph.active.mean()))
         outboxes = [shard.outbox() for shard in shards]
         joined = {name: torch.cat([box[name] for box in outboxes]) for name in outboxes[0]}
         exchange.push(t, graph, joined)
         mixed = exchange.collect(t)
         for part, shard in zip(parts, shards, strict=True):
-            here = {name: leaf[part] for name, leaf in mixed.items()}
-            shard.merge(here, find_offline(graph)[part])
+            local = {name: leaf[part] for name, leaf in mixed.items()}
+            shard.merge(local, find_offline(graph)[part])
     every: list[dict[str, Any]] = [fields(shard) for shard in shards]
     return {name: torch.cat([part[name] for part in every]) for name in every[0]}

@@ -123,8 +123,8 @@ def falling_loss(case: Case) -> str | None:
             return f"on least squares {what}; training diverged in round {error.round + 1}."
         if all(loss < first / 2 for loss in last.values()):
             return None
-    found = ", ".join(f"{loss:.3g} at stage {stage}" for stage, loss in last.items())
-    return f"on least squares {what}; it is {found}."
+    losses = ", ".join(f"{loss:.3g} at stage {stage}" for stage, loss in last.items())
+    return f"on least squares {what}; it is {losses}."
 
 
 def evaluating(case: Case) -> str | None:

@@ -59,7 +59,7 @@ def random_mask(layout: Layout, counts: Sequence[int], random: np.random.Generat
 def regrow_mask(
     layout: Layout, weights: Tensor, mask: Tensor, scores: Tensor, rate: float
 ) -> Tensor:
-    """Per tensor: drop the smallest share `rate` of the kept weights, regrow as many.
+    """Per tensor: drop the smallest fraction `rate` of the kept weights, regrow as many.
 
     Places that were not kept before come first, those just dropped after them; among equals of
     either, the largest score, then the lowest index.
@@ -97,7 +97,7 @@ def _rank(values: Tensor) -> Tensor:
 #     m_k        (mask_u, mask_v)                the mask the weights were trained under
 #     m_k^{t+1}  (next_mask_u, next_mask_v)      the mask chosen after training, applied at merge
 #     α_t        pruning_rate(t)                 (rate/2) (1 + cos(π t / T))
-#     c_k        density                         share of weights kept
+#     c_k        density                         fraction of weights kept
 #
 # Settled here: random regrowth by default, as the published scripts do, or by the gradient's
 # magnitude; the message is (mask ⊙ w, mask) with the mask trained under, so a regrown weight

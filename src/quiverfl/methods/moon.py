@@ -90,7 +90,7 @@ class MOON(Method[MoonState]):
         return model_params(state), Params(state.previous_u, state.previous_v)
 
     def _contrast(self, own: Tensor, received: Tensor, previous: Tensor) -> Tensor:
-        """Equation 3: -log of the share of the received model's similarity."""
+        """Equation 3: -log of the softmax of the received model's similarity."""
         own, received, previous = (features.flatten(1) for features in (own, received, previous))
         near = cosine_similarity(own, received, dim=1) / self.temperature
         far = cosine_similarity(own, previous, dim=1) / self.temperature

@@ -3,13 +3,13 @@
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
 Algorithm 1 with option II. Line numbers are its own.
 
-    paper      here                  meaning
-    x          (state.u, state.v)    the model, before training
-    y_i        (state.u, state.v)    the model, after training
-    c_i        (control_u, _v)       the client's control variate
-    c          (server_u, _v)        the server's; every client has a copy
-    K η_l      Trained.reach         local steps times their rate, for plain SGD
-    |S|/N      Trained.share         of the clients, those who train in this round
+    paper      here                     meaning
+    x          (state.u, state.v)       the model, before training
+    y_i        (state.u, state.v)       the model, after training
+    c_i        (control_u, _v)          the client's control variate
+    c          (server_u, _v)           the server's; every client has a copy
+    K η_l      Trained.effective_lr_sum local steps times their rate, for plain SGD
+    |S|/N      Trained.active_fraction  of the clients, those who train in this round
 
 Differences from the paper: the global step size is 1. Its option II is made for plain SGD, where
 (x - y_i) / (K η_l) is the mean of the steps' gradients. With momentum a gradient keeps moving the

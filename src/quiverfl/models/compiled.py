@@ -451,7 +451,7 @@ def _differentiable(
     if mode in (RELU, ADD_NORM):
         outputs = functional.relu(outputs)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, of_out.to(outputs), create_graph=True))
-    of_inputs = [next(found) if tensor.requires_grad else None for tensor in inputs]
+    gradients = iter(torch.autograd.grad(outputs, wanted, of_out.to(outputs), create_graph=True))
+    of_inputs = [next(gradients) if tensor.requires_grad else None for tensor in inputs]
     of_residual = of_inputs.pop() if mode == ADD_NORM else of_out if mode == ADD else None
     return of_inputs[0], of_residual, *of_inputs[1:]

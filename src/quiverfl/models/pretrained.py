@@ -204,11 +204,11 @@ def _load(network: nn.Module, path: Path, head: str) -> None:
     given = _read_weights(file, status.st_mtime_ns, status.st_size)
     own = network.state_dict()
     wanted = {name for name in own if not name.startswith(f"{head}.")}
-    found = {name: leaf for name, leaf in given.items() if not name.startswith(f"{head}.")}
+    weights = {name: leaf for name, leaf in given.items() if not name.startswith(f"{head}.")}
     counters = {name for name in wanted if name.endswith("num_batches_tracked")}
     for one, other, names in (
-        ("lacks", "has", wanted - found.keys() - counters),
-        ("has", "lacks", found.keys() - wanted),
+        ("lacks", "has", wanted - weights.keys() - counters),
+        ("has", "lacks", weights.keys() - wanted),
     ):
         if names:
             first = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
@@ -216,7 +216,7 @@ def _load(network: nn.Module, path: Path, head: str) -> None:
                 f"{file} {one} {first}, which the network {other}: the weights are those of "
                 "another network, or model.options must say more."
             )
-    for name, leaf in found.items():
+    for name, leaf in weights.items():
         if leaf.shape != own[name].shape:
             raise QuiverError(
                 f"{file}: {name} has the shape {tuple(leaf.shape)}, and the network's has "
@@ -224,7 +224,7 @@ def _load(network: nn.Module, path: Path, head: str) -> None:
             )
         if leaf.is_floating_point() and not torch.isfinite(leaf).all():
             raise QuiverError(f"{file}: {name} holds NaN or infinity: the file is damaged.")
-    network.load_state_dict({**own, **found})
+    network.load_state_dict({**own, **weights})
 
 
 @lru_cache(maxsize=2)
@@ -310,24 +310,24 @@ def _find_statistics(
     if normalize == "data":
         return None
     if normalize == "imagenet":
-        found: Any = IMAGENET
+        statistics: Any = IMAGENET
     elif isinstance(normalize, Mapping):
-        found = normalize.get("mean"), normalize.get("std")
+        statistics = normalize.get("mean"), normalize.get("std")
     elif normalize is not None:
         raise QuiverError(
             f'model.normalize = {normalize!r}: "imagenet", "data", or {{mean = […], std = […]}}.'
         )
     else:
-        found = _read_statistics(network, weights)
-        if found is None and weights is not None and images:
+        statistics = _read_statistics(network, weights)
+        if statistics is None and weights is not None and images:
             raise QuiverError(
                 "model.normalize: neither the network nor its weights say how images were "
                 'normalised: "imagenet", "data" (as this data is standardised), or {mean = […], '
                 "std = […]}."
             )
-        if found is None:
+        if statistics is None:
             return None
-    mean, std = (_check_numbers(part) for part in found)
+    mean, std = (_check_numbers(part) for part in statistics)
     if not images or len(mean) != input_shape[0] or len(std) != len(mean) or min(std) <= 0:
         raise QuiverError(
             f"model.normalize = {{mean = {list(mean)}, std = {list(std)}}}: give a mean and a "

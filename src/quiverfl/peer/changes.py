@@ -109,11 +109,11 @@ def open_amendment_log(agreement: str, bodies: Iterable[str] = ()) -> SignedLog[
     return SignedLog(Amendment, unanimity, agreement, bodies)
 
 
-def check_terms(terms: Terms, round: int, begun: bool, rounds: int) -> None:
+def check_terms(terms: Terms, round: int, is_begun: bool, rounds: int) -> None:
     """Refuse terms that come too late. `begun`: this peer has trained in the round and pushed."""
     if terms.rounds is None and terms.lr is None and not terms.joins:
         raise QuiverError("amend: nothing is to change; give --rounds, --lr or --join.")
-    if terms.since < round + begun:
+    if terms.since < round + is_begun:
         raise QuiverError(
             f"amend: round {terms.since} has begun here (it is {round} now): let the change "
             f"begin later, so that all can agree before, such as --since {round + 10}."
@@ -276,9 +276,9 @@ class RunChanges:
             late = {"late": round - terms.since} if terms.since < round else {}
             self._ctx.log("agreed", terms=str(terms), **late)
 
-    async def propose(self, terms: Terms, round: int, begun: bool = True) -> None:
+    async def propose(self, terms: Terms, round: int, is_begun: bool = True) -> None:
         """Sign these terms for this member, unless they come too late."""
-        check_terms(terms, round, begun, self.rounds(round))
+        check_terms(terms, round, is_begun, self.rounds(round))
         check_joins(terms, self._terms, self._ctx.roster.refresh().names, self._founders)
         await self._neighbours.sign(
             self._neighbours.amendments, Amendment(by=self._ctx.name, terms=terms)

@@ -97,7 +97,7 @@ class ShardLearner:
         method: Method,
         transforms: Transforms = PLAIN,
         clients: int = 1,
-        looks: ReportSpec | None = None,
+        report_spec: ReportSpec | None = None,
         classes: Sequence[str] = (),
     ) -> None:
         """`clients` counts all clients of the run; `looks` says what reports the topology needs.
@@ -111,10 +111,10 @@ class ShardLearner:
         sparse, seed = isinstance(method, SizesMessages), shard.context.seed
         compression = transforms.compression
         coding = None if compression is None else MessageCodec(compression, seed)
-        report_size = 0 if looks is None else looks.width
+        report_size = 0 if report_spec is None else report_spec.width
         self.manifest = Manifest.of(self.message(), self._parameters(), sparse, coding, report_size)
-        if looks is not None:
-            shard.reports = ReportExchange(looks, shard.context, method, shard.ids, clients)
+        if report_spec is not None:
+            shard.reports = ReportExchange(report_spec, shard.context, method, shard.ids, clients)
         self._stages: list[UpdateStage] = []
         if changes_updates(transforms):
             self._stages = build_update_stages(
@@ -236,8 +236,8 @@ class ShardLearner:
         tensors = {name: self._to_tensor(leaf) for name, leaf in rest.items()}
         fields = {name: leaf[None] for name, leaf in tensors.items() if "/" not in name}
         for name, leaf in fields.items():
-            here = getattr(self._shard.state, name, None)
-            if here is None or here.shape != leaf.shape:
+            current = getattr(self._shard.state, name, None)
+            if current is None or current.shape != leaf.shape:
                 raise QuiverError(
                     "the model has another size than the one in the store: the data has other "
                     "classes or columns than before, or the model has changed. Put them back, or "

@@ -213,9 +213,9 @@ class Node:
     async def propose(self, terms: Terms) -> None:
         """Sign a change of the run for this member."""
         accounts = self.transactions.accounts
-        begun = accounts.pushed or self.state == "training"
+        is_begun = accounts.pushed or self.state == "training"
         self.check_growth(terms)
-        await self.changes.propose(terms, accounts.round, begun)
+        await self.changes.propose(terms, accounts.round, is_begun)
 
     async def apply_changes(self) -> None:
         """Take over what all members have agreed on, as of this round."""

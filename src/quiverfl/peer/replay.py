@@ -68,10 +68,10 @@ def replay(folders: Sequence[Path]) -> Replay:
     read = [PeerFolder.read(path) for path in folders]
     first = read[0]
     names = tuple(first.roster.names)
-    found = {folder.own.name: read_statement(folder.store) for folder in read}
-    _check(read, names, found)
+    statements = {folder.own.name: read_statement(folder.store) for folder in read}
+    _check(read, names, statements)
     experiment = Experiment.of(load_peer_config(first).with_values([("run.arithmetic", "peers")]))
-    jobs, running = _order_jobs([found[name] for name in names], names, experiment.topology)
+    jobs, running = _order_jobs([statements[name] for name in names], names, experiment.topology)
     with experiment.simulation.compute_settings():
         shard = experiment.simulation.shard()
         player = Player(shard, _Recorded(jobs, running))
@@ -84,7 +84,7 @@ def replay(folders: Sequence[Path]) -> Replay:
     for number, name in enumerate(names):
         stored = _read_message(places[name])
         if mass is None:
-            stored = debias_message(stored, found[name].units / UNIT)
+            stored = debias_message(stored, statements[name].units / UNIT)
         leaves = {k: leaf[number].cpu().numpy() for k, leaf in message.items() if k != mass}
         same.append(all(np.array_equal(stored[k], leaf) for k, leaf in leaves.items()))
     return Replay(names, tuple(running[i].round for i in range(len(names))), tuple(same), metrics)
@@ -100,9 +100,9 @@ def _read_message(folder: Path) -> Leaves:
 
 
 def _check(
-    folders: Sequence[PeerFolder], names: Sequence[str], found: Mapping[str, Statement]
+    folders: Sequence[PeerFolder], names: Sequence[str], statements: Mapping[str, Statement]
 ) -> None:
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in statements]
     if missing:
         raise QuiverError(
             f"the folder of {missing[0]!r} is missing: a replay needs those of all "
@@ -226,11 +226,11 @@ def _match(
                 rest -= arriving[count].units
                 count += 1
             if rest == 0:
-                found = [*arriving[:count], *some]
+                order = [*arriving[:count], *some]
                 del arriving[:count]
                 for transfer in some:
                     returned.remove(transfer)
-                return found
+                return order
     raise _unknown(name, round)
 
 

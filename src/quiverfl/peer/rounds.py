@@ -66,8 +66,8 @@ async def _wait_for_the_others(node: Node) -> None:
     pause, accounts = 0.1, node.transactions.accounts
     while node.number >= node.founders and not accounts.pushes and not node.stopping:
         others, rounds = node.neighbours.list_staying(), node.receiver.rounds
-        there = {peer for peer in others if rounds.get(peer, -1) >= accounts.round}
-        if there and len(there) >= min(2, len(others)):
+        arrived = {peer for peer in others if rounds.get(peer, -1) >= accounts.round}
+        if arrived and len(arrived) >= min(2, len(others)):
             return
         node.state = "joining"
         await node.neighbours.announce(node.neighbours.list_staying())
@@ -191,13 +191,12 @@ async def _wait_for_shares(node: Node, t: int, expected: set[str]) -> None:
     waited_for = expected - before - neighbours.list_outside() - neighbours.absent - neighbours.done
 
     def missing() -> set[str]:
-        here = {p for p, s in node.receiver.staged.items() if s.transfer.round >= t}
-        if (
-            node.settings.quorum < 1
-        ):  # a link carries one share: before this one is taken none comes
-            here = set(node.receiver.staged) | _find_silent(node, t)
+        arrived = {p for p, s in node.receiver.staged.items() if s.transfer.round >= t}
+        if node.settings.quorum < 1:
+            # A link carries one share: before this one is taken none comes.
+            arrived = set(node.receiver.staged) | _find_silent(node, t)
         gone = neighbours.list_outside() | neighbours.absent | neighbours.done
-        return waited_for - here - gone
+        return waited_for - arrived - gone
 
     node.patience.begin(t)
     asking = None
@@ -257,9 +256,9 @@ async def _wait_for_pushes(node: Node, t: int) -> None:
 
     def missing() -> set[str]:
         staged = {p: s.transfer for p, s in node.receiver.staged.items()}
-        here = {p for p, share in staged.items() if share.round >= t}
-        here |= _find_silent(node, t)
-        return neighbours.list_staying() - here - neighbours.absent - neighbours.done
+        arrived = {p for p, share in staged.items() if share.round >= t}
+        arrived |= _find_silent(node, t)
+        return neighbours.list_staying() - arrived - neighbours.absent - neighbours.done
 
     await neighbours.announce(neighbours.list_staying())
     # Everybody tells all the others; asking again is for what was lost on the way.

@@ -18,7 +18,7 @@ from quiverfl.results.summary import STAGES, Report, Weighting, higher_is_better
 
 Row: TypeAlias = dict[str, Any]
 Printed: TypeAlias = Callable[[str, str], tuple[float, float] | None]
-"""Published (mean, standard deviation) of a case and a method, as shares of 1; None if there is
+"""Published (mean, standard deviation) of a case and a method, between 0 and 1; None if there is
 none. The deviation is NaN where only the mean is published."""
 
 
@@ -66,7 +66,7 @@ def mean_column(
     for row in rows:
         if not math.isnan(row[name]):
             values.setdefault(row[among], []).append(row[name])
-    best = {place: choose(some) for place, some in values.items() if len(some) > 1}
+    best = {place: choose(several) for place, several in values.items() if len(several) > 1}
 
     def write(row: Row) -> TableCell:
         text = numbers.format_with_spread(row[name], row[f"{name}_seed_std"], metric)

@@ -1,4 +1,4 @@
-"""Which runs may be compared: those on the same data, shared out alike, with the same model.
+"""Which runs may be compared: those on the same data, partitioned alike, with the same model.
 
 They make a case, a column of a paper's table. Settings alone do not decide: a table may have been
 edited under the same name, and another version may share the same data out otherwise. What run
@@ -179,12 +179,12 @@ SMALLEST = ("mu_min",)
 
 def join_peers(runs: Iterable[RunResult]) -> list[RunResult]:
     """The same runs, with the peers of one run and seed as one, in the place of the first."""
-    found: dict[object, list[RunResult]] = {}
+    by_run: dict[object, list[RunResult]] = {}
     for run in runs:
         name = run.member.get("run")
         key = (name, run.experiment, run.seed) if name is not None else run.path
-        found.setdefault(key, []).append(run)
-    return [_join_run(peers) if peers[0].member else peers[0] for peers in found.values()]
+        by_run.setdefault(key, []).append(run)
+    return [_join_run(peers) if peers[0].member else peers[0] for peers in by_run.values()]
 
 
 def _join_run(peers: Sequence[RunResult]) -> RunResult:
@@ -219,15 +219,15 @@ def _join_rounds(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _join_counts(known: Sequence[Counts | None]) -> Counts | None:
-    """A peer knows how the run's data set is shared out, or its own rows alone.
+    """A peer knows how the run's data set is partitioned, or its own rows alone.
 
     One that has joined later knows more rows.
     """
-    there = [counts for counts in known if counts is not None]
-    if not there:
+    present = [counts for counts in known if counts is not None]
+    if not present:
         return None
-    rows, columns = np.max([counts.shape for counts in there], axis=0)
-    wide = [np.pad(c, ((0, rows - c.shape[0]), (0, columns - c.shape[1]))) for c in there]
+    rows, columns = np.max([counts.shape for counts in present], axis=0)
+    wide = [np.pad(c, ((0, rows - c.shape[0]), (0, columns - c.shape[1]))) for c in present]
     largest: Counts = np.maximum.reduce(wide)
     return largest
 

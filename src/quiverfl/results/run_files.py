@@ -186,7 +186,7 @@ def is_run(folder: Path) -> bool:
 
 def find_runs(paths: Iterable[Path]) -> list[RunResult]:
     """The runs of some folders; a folder that is no run itself is searched for runs below it."""
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
             raise QuiverError(f"{path} is not a folder: give the folder of a run or a comparison.")
@@ -196,8 +196,8 @@ def find_runs(paths: Iterable[Path]) -> list[RunResult]:
                 f"{path} holds no run: neither it nor a folder in it has a config.json. "
                 "`quiver run` and `quiver compare` say where they write."
             )
-        found.update(dict.fromkeys(folder.resolve() for folder in below))
-    return [read_run(folder) for folder in found]
+        folders.update(dict.fromkeys(folder.resolve() for folder in below))
+    return [read_run(folder) for folder in folders]
 
 
 def _runs_below(folder: Path) -> Iterable[Path]:

@@ -1,6 +1,6 @@
 """What tables are made of: scores, gaps and rounds to a target, as plain frames.
 
-Everything here is a number (accuracies as shares, bytes, steps), one row per experiment. A spread
+Everything here is a number (accuracies from 0 to 1, bytes, steps), one row per experiment. A spread
 over seeds is that of a sample (divided by n - 1) and NaN with one seed.
 """
 
@@ -146,8 +146,8 @@ def compare_unseen(groups: Sequence[Group], metric: str) -> pd.DataFrame:
         row: dict[str, object] = {"label": group.label, "case": group.case}
         for stage in UNSEEN_STAGES:
             scores = [run_scores(run, stage, "last", metric) for run in group.runs]
-            figures = [describe_spread(found, metric) for found in scores if len(found)]
-            row["clients"] = max((len(found) for found in scores), default=0)
+            figures = [describe_spread(values, metric) for values in scores if len(values)]
+            row["clients"] = max((len(values) for values in scores), default=0)
             means = [figure["mean"] for figure in figures]
             row[f"{stage}_mean"] = float(np.mean(means)) if means else np.nan
             row[f"{stage}_mean_seed_std"] = seed_std(means)

@@ -218,14 +218,14 @@ class MeanRanks:
 
     def cliques(self) -> list[tuple[int, int]]:
         """The longest runs of methods (first, last) that cannot be told apart, two or more."""
-        found: list[tuple[int, int]] = []
+        cliques: list[tuple[int, int]] = []
         for first in range(len(self.mean)):
             last = max(
                 i for i, rank in enumerate(self.mean) if rank - self.mean[first] <= self.critical
             )
-            if last > first and (not found or last > found[-1][1]):
-                found.append((first, last))
-        return found
+            if last > first and (not cliques or last > cliques[-1][1]):
+                cliques.append((first, last))
+        return cliques
 
 
 def rank_methods(scores: pd.DataFrame) -> MeanRanks | None:
@@ -257,43 +257,43 @@ def critical_difference(methods: int, cases: int) -> float:
     return q * math.sqrt(methods * (methods + 1) / (6 * cases))
 
 
-def describe_ranks(found: MeanRanks) -> str:
+def describe_ranks(ranks: MeanRanks) -> str:
     """What the ranks say, in a sentence or two."""
-    listed = ", ".join(f"{m} {r:.2f}" for m, r in zip(found.methods, found.mean, strict=True))
+    listed = ", ".join(f"{m} {r:.2f}" for m, r in zip(ranks.methods, ranks.mean, strict=True))
     verdict = (
-        f"methods whose mean ranks are less than {found.critical:.2f} apart cannot be told apart "
+        f"methods whose mean ranks are less than {ranks.critical:.2f} apart cannot be told apart "
         "(Nemenyi, 5 %)"
-        if found.p < LEVEL
+        if ranks.p < LEVEL
         else "so the methods cannot be told apart by their ranks over so few cases"
     )
     return (
-        f"Mean ranks over {found.cases} cases: {listed}. Friedman's test of all being alike: "
-        f"p = {found.p:.3g}; {verdict}."
+        f"Mean ranks over {ranks.cases} cases: {listed}. Friedman's test of all being alike: "
+        f"p = {ranks.p:.3g}; {verdict}."
     )
 
 
-def draw_ranks(axes: Axes, found: MeanRanks, titles: Sequence[str]) -> None:
+def draw_ranks(axes: Axes, ranks: MeanRanks, titles: Sequence[str]) -> None:
     """The critical-difference diagram: bars join what cannot be told apart."""
-    count = len(found.mean)
+    count = len(ranks.mean)
     half = (count + 1) // 2
     low, high = 1.0, float(count)
     axes.set_xlim(low - 0.35 * (high - low), high + 0.35 * (high - low))
-    bottom = -0.6 - 0.45 * half - 0.22 * len(found.cliques())
+    bottom = -0.6 - 0.45 * half - 0.22 * len(ranks.cliques())
     axes.set_ylim(bottom, 1.1)
     axes.axis("off")
     axes.plot([low, high], [0, 0], color="#444444", linewidth=1)
     for tick in range(1, count + 1):
         axes.plot([tick, tick], [0, 0.1], color="#444444", linewidth=1)
         axes.text(tick, 0.15, str(tick), ha="center", va="bottom", fontsize=9)
-    reach = min(found.critical, high - low)
+    reach = min(ranks.critical, high - low)
     axes.plot([low, low + reach], [0.75, 0.75], color="#444444", linewidth=2)
-    axes.text(low + reach / 2, 0.8, f"CD = {found.critical:.2f}", ha="center", fontsize=9)
+    axes.text(low + reach / 2, 0.8, f"CD = {ranks.critical:.2f}", ha="center", fontsize=9)
     below = -0.2
-    for first, last in found.cliques():
-        ends = [found.mean[first] - 0.05, found.mean[last] + 0.05]
+    for first, last in ranks.cliques():
+        ends = [ranks.mean[first] - 0.05, ranks.mean[last] + 0.05]
         axes.plot(ends, [below, below], color="#222222", linewidth=3.5, solid_capstyle="butt")
         below -= 0.22
-    for place, (rank, title) in enumerate(zip(found.mean, titles, strict=True)):
+    for place, (rank, title) in enumerate(zip(ranks.mean, titles, strict=True)):
         left = place < half
         height = below - 0.25 - 0.45 * (place if left else count - 1 - place)
         side = low - 0.06 * (high - low) if left else high + 0.06 * (high - low)

@@ -131,19 +131,19 @@ def drop_attackers(history: pd.DataFrame, attackers: Sequence[int]) -> pd.DataFr
 
 def _attack(history: pd.DataFrame, attackers: Sequence[int]) -> pd.Series:
     """Which rows are attackers': clients that nobody has seen are counted by themselves."""
-    found: pd.Series = history["client"].isin(list(attackers)) & history["stage"].isin(STAGES)
-    return found
+    mask: pd.Series = history["client"].isin(list(attackers)) & history["stage"].isin(STAGES)
+    return mask
 
 
 def summarize_attacked(
     history: pd.DataFrame, rounds: pd.DataFrame, attackers: Sequence[int]
 ) -> dict[str, Any]:
     """The same over honest clients; the attackers' own figures stand apart."""
-    found = summarize(drop_attackers(history, attackers), rounds)
+    summary = summarize(drop_attackers(history, attackers), rounds)
     if not len(attackers):
-        return found
+        return summary
     theirs = summarize(history[_attack(history, attackers)], rounds)["stages"]
-    return {**found, "attackers": {"clients": list(attackers), "stages": theirs}}
+    return {**summary, "attackers": {"clients": list(attackers), "stages": theirs}}
 
 
 def headline_metric(history: pd.DataFrame) -> str:
@@ -202,8 +202,8 @@ def mean_by_round(values: pd.DataFrame, weights: pd.Series | None = None) -> pd.
     """The mean over clients in every evaluated round; clients without a value are left out."""
     if weights is None:
         return values.mean(axis=1)
-    shares = values.notna() * weights.reindex(values.columns)
-    means: pd.Series = (values * shares).sum(axis=1) / shares.sum(axis=1)
+    weight_table = values.notna() * weights.reindex(values.columns)
+    means: pd.Series = (values * weight_table).sum(axis=1) / weight_table.sum(axis=1)
     return means
 
 

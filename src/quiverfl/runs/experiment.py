@@ -93,17 +93,19 @@ class Experiment(ReprCard):
         if not isinstance(config, Config):
             config = _parse_sections({} if config is None else config, dataset)
         method = make_method(config)
-        found = load_data(config) if dataset is None else normalize_inputs(config, dataset)
-        shares = partition_data(config, found)
+        loaded = load_data(config) if dataset is None else normalize_inputs(config, dataset)
+        partition = partition_data(config, loaded)
         augment = None if config.data.augment == "none" else config.data.augment
         tests = config.data.unseen_options()
-        data = federate(found, shares, augment, config.data.mapped, tests)
+        data = federate(loaded, partition, augment, config.data.mapped, tests)
         topology = make_run_topology(config, method, data.clients)
         own = None
         if config.task.labels == "own":
             data, classes = number_own_labels(data)
             own = [max(1, len(known)) for known in classes]
-        return cls(config, found, make_task(config, found, own), data, shares, method, topology)
+        return cls(
+            config, loaded, make_task(config, loaded, own), data, partition, method, topology
+        )
 
     @classmethod
     def from_toml(cls, path: Path | str, **settings: Any) -> Experiment:
@@ -149,7 +151,7 @@ class Experiment(ReprCard):
         """
         label = self.method.title
         with shown(label, self.config.run.rounds, quiet=not progress) as bar:
-            told = [*check_callbacks(callbacks), *([] if bar is None else [bar])]
+            recorders = [*check_callbacks(callbacks), *([] if bar is None else [bar])]
             if folder is None:
                 if self.config.track != TrackConfig():
                     raise QuiverError(
@@ -157,9 +159,9 @@ class Experiment(ReprCard):
                         "callbacks=[qv.TensorBoard(folder)]."
                     )
                 self.simulation.check()
-                run = self.simulation.run(callbacks=told)
+                run = self.simulation.run(callbacks=recorders)
             else:
-                run = _run_until_interrupted(self, RunFolder(Path(folder)), told)
+                run = _run_until_interrupted(self, RunFolder(Path(folder)), recorders)
         return _mark_run(run, self)
 
     def open_folder(self, folder: RunFolder) -> None:
@@ -266,9 +268,9 @@ def _carry_out(
     resume = folder.resume()
     if stop():
         raise Stopped(0 if resume is None else resume.round)
-    told = [*callbacks, *make_trackers(experiment.config, folder.path)]
+    recorders = [*callbacks, *make_trackers(experiment.config, folder.path)]
     with folder.record(recorder) as both:
-        run = simulation.run(both, resume, folder.save_checkpoint, stop, told)
+        run = simulation.run(both, resume, folder.save_checkpoint, stop, recorders)
     if run.complete:
         folder.finish(run.summary, adaptation_phase(experiment.method, experiment.task))
     return run
@@ -312,9 +314,9 @@ def run_in_folder(
         if summary is not None:
             return summary
         folder.clear_without_results()
-        found = load_data(config) if dataset is None else dataset
-        folder.check_inputs(digest_inputs(config, found))
-        _carry_out(Experiment.of(config, found), folder, recorder, stop)
+        loaded = load_data(config) if dataset is None else dataset
+        folder.check_inputs(digest_inputs(config, loaded))
+        _carry_out(Experiment.of(config, loaded), folder, recorder, stop)
         return folder.summary()
 
 
@@ -327,12 +329,12 @@ def read_finished_summary(
     folder.check_config(config)
     if not folder.is_finished():
         return None
-    there = (
+    digests = (
         digest_available_inputs(config, DatasetCache())
         if dataset is None
         else digest_inputs(config, dataset)
     )
-    folder.check_inputs(there)
+    folder.check_inputs(digests)
     return folder.summary()
 
 
@@ -409,7 +411,7 @@ def partition_data(config: Config, dataset: Dataset) -> Partition:
     """Refused where nobody has test data."""
     data = config.data
     seed = config.run.seed if data.seed is None else data.seed
-    shares = make_partition(
+    partition = make_partition(
         dataset,
         data.partition,
         data.clients,
@@ -420,9 +422,9 @@ def partition_data(config: Config, dataset: Dataset) -> Partition:
         **data.partition_options(),
     )
     if data.unseen is not None:
-        shares = shares.hold_out(data.unseen, seed)
-    check_partition(dataset, shares)
-    return shares
+        partition = partition.hold_out(data.unseen, seed)
+    check_partition(dataset, partition)
+    return partition
 
 
 def make_task(config: Config, dataset: Dataset, own: Sequence[int] | None = None) -> Task:

@@ -60,7 +60,7 @@ def write_traced(
         wanted = model(*arguments, **named)
     try:
         with _silence():
-            found = write(model, arguments, dict(named), out)
+            actual = write(model, arguments, dict(named), out)
     except Exception as error:
         # Whatever torch or a library behind it says: the model itself is none of their kind.
         out.unlink(missing_ok=True)
@@ -68,7 +68,7 @@ def write_traced(
             f"{out}: the model cannot be written as {WORDS[kind]} "
             f"({type(error).__name__}: {_first_line(error)})."
         ) from error
-    if not _are_close(wanted, found):
+    if not _are_close(wanted, actual):
         out.unlink(missing_ok=True)
         raise QuiverError(
             f"{out}: as {WORDS[kind]} the model says something else of the same samples, so it was "
@@ -106,8 +106,8 @@ def _write_onnx(
     return session.run(None, dict(zip(names, given, strict=True)))
 
 
-def _are_close(wanted: Any, found: Any) -> bool:
-    ours, theirs = ([np.asarray(t) for t in _tensors(tree)] for tree in (wanted, found))
+def _are_close(wanted: Any, actual: Any) -> bool:
+    ours, theirs = ([np.asarray(t) for t in _tensors(tree)] for tree in (wanted, actual))
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
         for a, b in zip(ours, theirs, strict=True)
@@ -199,10 +199,10 @@ def restore_without_data(folder: RunFolder) -> Run:
     if not isinstance(described, dict):
         return restore_run(folder)
     dataset, method = make_stand_in(described), make_method(config)
-    with np.load(folder.path / "partition.npz") as shares:
-        clients = len(shares["train_offsets"]) - 1
-        names = tuple(str(name) for name in shares["names"]) if "names" in shares else ()
-        counts = shares["train_counts"], shares["test_counts"]
+    with np.load(folder.path / "partition.npz") as arrays:
+        clients = len(arrays["train_offsets"]) - 1
+        names = tuple(str(name) for name in arrays["names"]) if "names" in arrays else ()
+        counts = arrays["train_counts"], arrays["test_counts"]
     rows = (np.zeros(1, dtype=np.int64),) * clients
     partition = Partition(rows, rows, *counts, names=names)
     own = None

@@ -267,7 +267,7 @@ class RunFolder:
     def open_python_run(
         self,
         tree: Settings,
-        shares: Mapping[str, Any],
+        partition_arrays: Mapping[str, Any],
         method: Method,
         attackers: Sequence[int] = (),
     ) -> None:
@@ -283,7 +283,7 @@ class RunFolder:
             source=PYTHON,
             **({"attackers": list(attackers)} if attackers else {}),
         )
-        self._write_start(shares)
+        self._write_start(partition_arrays)
 
     def _write_config(
         self,
@@ -309,15 +309,17 @@ class RunFolder:
 
     def _refuse_foreign(self, remedy: str) -> None:
         if any(path.name != locks.NAME for path in self.path.iterdir()):
-            there = describe_contents(self.path) or "empty folders"
-            raise QuiverError(f"{self.path} is not empty and not a run (it has {there}): {remedy}.")
+            contents = describe_contents(self.path) or "empty folders"
+            raise QuiverError(
+                f"{self.path} is not empty and not a run (it has {contents}): {remedy}."
+            )
 
-    def _write_start(self, shares: Mapping[str, Any]) -> None:
+    def _write_start(self, partition_arrays: Mapping[str, Any]) -> None:
         # An earlier try may have diverged; this one may end otherwise.
         (self.path / "summary.json").unlink(missing_ok=True)
         self._write("environment.json", _json(describe_environment() | self._describe_start()))
         buffer = io.BytesIO()
-        np.savez(buffer, allow_pickle=False, **shares)
+        np.savez(buffer, allow_pickle=False, **partition_arrays)
         self._write("partition.npz", buffer.getvalue())
 
     def _describe_start(self) -> dict[str, Any]:
@@ -336,8 +338,8 @@ class RunFolder:
         try:
             with np.load(path) as before:
                 # Names of clients decide nothing.
-                shares = {k: v for k, v in partition.arrays().items() if k != "names"}
-                same = all(np.array_equal(before[k], v) for k, v in shares.items())
+                arrays = {k: v for k, v in partition.arrays().items() if k != "names"}
+                same = all(np.array_equal(before[k], v) for k, v in arrays.items())
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise QuiverError(
                 f"{path} is damaged ({type(error).__name__}): put it back, or delete the folder "

@@ -187,10 +187,10 @@ class Run(AnyRun):
     def attackers(self) -> list[int]:
         """Clients that were made to attack: not among those whose means are reported."""
         made = self.simulation
-        found = choose_attackers(
+        attackers = choose_attackers(
             made.transforms.adversary, made.settings.seed, made.topology.clients
         )
-        return [int(client) for client in found]
+        return [int(client) for client in attackers]
 
     def personal(self, client: int, stage: Stage = "mixed") -> nn.Module:
         """The client's own model, ready to use: after the last communication, or before it.
@@ -345,15 +345,15 @@ def _counts(split: ClientExamples, classes: int | None) -> np.ndarray[Any, Any]:
 
 
 def _hash_data(data: FederatedData) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for split in (data.train, data.test):
-        found.update(split.offsets.tobytes())
+        digest.update(split.offsets.tobytes())
         if split.rows is not None:
-            found.update(split.rows.tobytes())
+            digest.update(split.rows.tobytes())
         for leaf in tree_leaves((split.x, split.y)):
-            found.update(repr((tuple(leaf.shape), str(leaf.dtype))).encode())
-            found.update(leaf.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(repr((tuple(leaf.shape), str(leaf.dtype))).encode())
+            digest.update(leaf.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class SavedRun(AnyRun):

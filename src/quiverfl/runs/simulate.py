@@ -115,7 +115,7 @@ class Simulation:
             self.training,
             settings,
             clients=None if ids is None else ids.tolist(),
-            looks=self.topology.reports,
+            report_spec=self.topology.reports,
             private=private if isinstance(private, DPSGD) else None,
             measured=measured,
             world=world,
@@ -214,14 +214,14 @@ class Simulation:
 
             newcomers, patience = self._make_unseen(shard), self._patience(history)
             recorders = [history, *([] if recorder is None else [recorder])]
-            told = Recorders(recorders, [*callbacks, *patience], self._most_recorded())
+            listeners = Recorders(recorders, [*callbacks, *patience], self._most_recorded())
 
             def after_round(round: int) -> None:
                 more = round + 1 < settings.rounds
                 due = not more or (round + 1) % settings.checkpoint_every == 0
-                stopping, enough = more and stop(), more and told.should_stop()
+                stopping, enough = more and stop(), more and listeners.should_stop()
                 if newcomers is not None and newcomers.due(round, over=enough or not more):
-                    newcomers.test(round, told)
+                    newcomers.test(round, listeners)
                 if checkpoint is not None and (stopping or enough or due):
                     checkpoint(Checkpoint.take(round + 1, shard, exchange, history))
                 if stopping:
@@ -231,18 +231,18 @@ class Simulation:
 
             run = Run(self, shard, exchange, history)
             try:
-                with told.closing(), contextlib.suppress(_Enough):
+                with listeners.closing(), contextlib.suppress(_Enough):
                     if start and any(one.should_stop() for one in patience):
                         raise _Enough
                     if isinstance(exchange, Player):
                         assert self.timing is not None
                         more = (settings, start, after_round)
-                        run_events(shard, exchange, self.timing, told, *more)
+                        run_events(shard, exchange, self.timing, listeners, *more)
                     else:
-                        graphs, listener = self._graphs, cast(Recorder, told)
+                        graphs, listener = self._graphs, cast(Recorder, listeners)
                         if self.timing is not None:
                             clock = self._round_clock(shard, exchange, history.records)
-                            graphs, listener = clock.topology, clock.stamp_times(told)
+                            graphs, listener = clock.topology, clock.stamp_times(listeners)
                         more = (settings, start, after_round)
                         run_rounds(shard, exchange, graphs, listener, *more)
             except (CallbackFailed, Diverged, Stopped) as error:

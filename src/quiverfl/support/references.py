@@ -187,12 +187,12 @@ def _import(reference: str, name: str, folder: Path) -> ModuleType:
 
 def _refuse_namesake(reference: str, module: ModuleType, folder: Path) -> None:
     """Python imports a name once per process: the file of another folder must not run for this."""
-    here = folder.joinpath(*module.__name__.split(".")).with_suffix(".py")
+    source = folder.joinpath(*module.__name__.split(".")).with_suffix(".py")
     loaded = getattr(module, "__file__", None)
-    if loaded and here.is_file() and Path(loaded).resolve() != here.resolve():
+    if loaded and source.is_file() and Path(loaded).resolve() != source.resolve():
         raise QuiverError(
             f"{reference!r}: this Python process has already imported {module.__name__!r} from "
-            f"{loaded}, not from {here}; rename one of the two files or start a new process."
+            f"{loaded}, not from {source}; rename one of the two files or start a new process."
         )
 
 

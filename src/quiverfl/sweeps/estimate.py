@@ -296,12 +296,12 @@ def memory_needed(cells: Sequence[Cell]) -> dict[str, int]:
 
     The data set itself is loaded once more beside the clients' shares of it.
     """
-    shelf, found = DatasetCache(), dict[str, int | None]()
+    shelf, needs = DatasetCache(), dict[str, int | None]()
     for cell in cells:
         kind = cost_class(cell.config)
-        if kind not in found:
-            found[kind] = _predict_need(cell, shelf)
-    needed = {cell.name: found[cost_class(cell.config)] for cell in cells}
+        if kind not in needs:
+            needs[kind] = _predict_need(cell, shelf)
+    needed = {cell.name: needs[cost_class(cell.config)] for cell in cells}
     return {name: bytes_ for name, bytes_ in needed.items() if bytes_ is not None}
 
 
@@ -316,7 +316,7 @@ def _predict_need(cell: Cell, shelf: DatasetCache) -> int | None:
             one.training,
             one.settings,
             transforms=one.transforms,
-            looks=one.topology.reports,
+            report_spec=one.topology.reports,
         )
     except Exception:  # data or code that is not here: the cell itself will say it
         return None

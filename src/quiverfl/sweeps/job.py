@@ -92,8 +92,8 @@ def run(
     try:
         config = parse_config(order["config"])
         # Wait while another sweep runs the same cell; what it finished is not repeated.
-        found = data.take(config)
-        run_in_folder(config, Path(order["folder"]), telling, found, stopping, wait=True)
+        dataset = data.take(config)
+        run_in_folder(config, Path(order["folder"]), telling, dataset, stopping, wait=True)
     except Stopped as stopped:
         return (0, "") if enough() else (STOPPED, str(stopped))
     except QuiverError as error:

@@ -140,8 +140,8 @@ def _copy_back(sent: RayOrder, away: Path) -> Iterator[dict[str, Any]]:
 
 
 def _follow_cell(sent: RayOrder, order: Order) -> Iterator[dict[str, Any]]:
-    here = Path(sent.cwd)
-    process = CellProcess(sent.threads, here if here.is_dir() else None)
+    folder = Path(sent.cwd)
+    process = CellProcess(sent.threads, folder if folder.is_dir() else None)
     rounds = order["until"] or order["config"]["run"]["rounds"]
     reported = 0.0
     try:

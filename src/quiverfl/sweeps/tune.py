@@ -4,8 +4,8 @@ A sweep with a section [tuning] is a race by successive halving (Jamieson and Ta
 2016): every try runs a part of its rounds, and only the better ones continue.
 
     [tuning]
-    rungs = [0.25, 0.5]   # shares of a cell's rounds after which tries are dropped
-    keep = 0.34           # the share of the tries that stays at each of them, at least two
+    rungs = [0.25, 0.5]   # fractions of a cell's rounds after which tries are dropped
+    keep = 0.34           # the fraction of the tries that stays at each of them, at least two
     rounds = 60           # rounds of the runs that the rates are for, if a race has fewer
 
 The race uses the first seed. Tries within an error of the best are then repeated with the next
@@ -183,7 +183,9 @@ class Rules:
         rungs = written.get("rungs", list(cls.rungs))
         keep = written.get("keep", cls.keep)
         if not isinstance(rungs, list) or not all(_is_fraction(rung) for rung in rungs):
-            raise QuiverError(f"tuning.rungs = {rungs!r}: write shares of the rounds, like [0.25].")
+            raise QuiverError(
+                f"tuning.rungs = {rungs!r}: write fractions of the rounds, like [0.25]."
+            )
         if not _is_fraction(keep):
             raise QuiverError(f"tuning.keep = {keep!r}: it must be between 0 and 1.")
         rounds = written.get("rounds")
@@ -418,10 +420,10 @@ def read_client_scores(cell: Cell, folder: SweepFolder, stage: str, rounds: int)
 
 def count_rounds(cells: Sequence[Cell], folder: SweepFolder) -> tuple[int, int]:
     """Return the number of started runs and the sum of their rounds."""
-    begun: list[RunResult] = [
+    started: list[RunResult] = [
         read_run(folder.run(cell)) for cell in cells if folder.state(cell) != "new"
     ]
-    return len(begun), sum(run.done_rounds for run in begun)
+    return len(started), sum(run.done_rounds for run in started)
 
 
 def _run_points(

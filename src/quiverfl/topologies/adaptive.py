@@ -69,9 +69,9 @@ def similar_push(
     """
     clients = check_clients("similar_push", clients)
     neighbors = check_neighbors("similar_push", neighbors, clients)
-    looks = _sketch_spec("similar_push", sketch, seed)
+    spec = _sketch_spec("similar_push", sketch, seed)
     rule = _PushRule("similar_push", neighbors, _similarities, explore, seed)
-    return rule.topology(clients, looks, sketch=looks.sketch)
+    return rule.topology(clients, spec, sketch=spec.sketch)
 
 
 def bandit_push(
@@ -97,12 +97,12 @@ def bandit_push(
         raise QuiverError(
             f"bandit_push: confidence = {confidence}: it must be 0 or more, such as 0.5."
         )
-    looks = ReportSpec(loss=True) if by == "loss" else _sketch_spec("bandit_push", sketch, seed)
-    told = {} if by == "loss" else {"sketch": looks.sketch}
+    spec = ReportSpec(loss=True) if by == "loss" else _sketch_spec("bandit_push", sketch, seed)
+    options = {} if by == "loss" else {"sketch": spec.sketch}
     rule = _PushRule(
         "bandit_push", neighbors, partial(_confidence_bounds, by, confidence), explore, seed
     )
-    return rule.topology(clients, looks, by=by, confidence=confidence, **told)
+    return rule.topology(clients, spec, by=by, confidence=confidence, **options)
 
 
 def _sketch_spec(name: str, sketch: int, seed: int) -> ReportSpec:
@@ -120,12 +120,12 @@ class _PushRule:
     explore: int
     seed: int
 
-    def topology(self, clients: int, looks: ReportSpec, **options: object) -> Topology:
+    def topology(self, clients: int, reports: ReportSpec, **options: object) -> Topology:
         check_client_count(self.name, clients)
         why = f"so many of the {self.neighbors} neighbours are drawn"
         explore = check_whole(self.name, "explore", self.explore, 0, self.neighbors, why)
         options = {"neighbors": self.neighbors, **options, "explore": explore, "seed": self.seed}
-        return Topology(self.name, clients, self.push, options, looks)
+        return Topology(self.name, clients, self.push, options, reports)
 
     def push(self, round: int, view: ReportView) -> Graph:
         clients, count = view.clients, self.neighbors
@@ -174,11 +174,11 @@ def _fill_unknown(scores: Floats) -> Floats:
 
     Minus infinity is kept: such a client is no candidate.
     """
-    told = np.where(np.isfinite(scores), scores, np.nan)
-    np.fill_diagonal(told, np.nan)
+    reported = np.where(np.isfinite(scores), scores, np.nan)
+    np.fill_diagonal(reported, np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a row in which nobody is known
-        average = np.nan_to_num(np.nanmean(told, axis=1))[:, None]
+        average = np.nan_to_num(np.nanmean(reported, axis=1))[:, None]
     known: Floats = np.where(np.isneginf(scores) | np.isfinite(scores), scores, average)
     return known
 

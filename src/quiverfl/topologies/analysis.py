@@ -44,12 +44,12 @@ def draw_first_graphs(topology: Topology, rounds: int) -> list[Graph]:
     return graphs
 
 
-def _constant_reports(looks: ReportSpec, clients: int) -> ReportValues:
+def _constant_reports(spec: ReportSpec, clients: int) -> ReportValues:
     """Losses and norms in (0, 1), sketches around 0."""
-    places = np.arange(looks.width)
-    bits = key_hashes(looks.seed, "unchanging", np.arange(clients)[:, None], places)
+    places = np.arange(spec.width)
+    bits = key_hashes(spec.seed, "unchanging", np.arange(clients)[:, None], places)
     drawn = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return np.where(places < looks.width - looks.sketch, drawn, 2 * drawn - 1).astype(np.float32)
+    return np.where(places < spec.width - spec.sketch, drawn, 2 * drawn - 1).astype(np.float32)
 
 
 PRODUCT_LIMIT = 500

@@ -193,14 +193,14 @@ def _join_block(parts: list[Integers], smaller: list[Integers]) -> list[Link]:
 
 def _make_undirected(clients: int, links: list[Link]) -> Graph:
     ends = np.array([link[:2] for link in links], dtype=np.int64).reshape(-1, 2)
-    shares = np.array([link[2] for link in links])
+    edge_weights = np.array([link[2] for link in links])
     own = np.ones(clients)
     for side in (0, 1):
-        own -= np.bincount(ends[:, side], weights=shares, minlength=clients)
+        own -= np.bincount(ends[:, side], weights=edge_weights, minlength=clients)
     everyone = np.arange(clients)
     return build_graph(
         clients,
         receivers=np.concatenate([everyone, ends[:, 0], ends[:, 1]]),
         senders=np.concatenate([everyone, ends[:, 1], ends[:, 0]]),
-        weights=np.concatenate([own, shares, shares]),
+        weights=np.concatenate([own, edge_weights, edge_weights]),
     )

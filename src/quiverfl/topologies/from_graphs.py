@@ -47,14 +47,14 @@ def metropolis_graph(clients: int, first: Integers, second: Integers) -> Graph:
     edges = np.unique(low[low != high] * clients + high[low != high])
     low, high = edges // clients, edges % clients
     degrees = np.bincount(low, minlength=clients) + np.bincount(high, minlength=clients)
-    shares = 1 / (1 + np.maximum(degrees[low], degrees[high]))
-    given = np.bincount(low, shares, clients) + np.bincount(high, shares, clients)
+    edge_weights = 1 / (1 + np.maximum(degrees[low], degrees[high]))
+    given = np.bincount(low, edge_weights, clients) + np.bincount(high, edge_weights, clients)
     everyone = np.arange(clients)
     return build_graph(
         clients,
         np.concatenate([low, high, everyone]),
         np.concatenate([high, low, everyone]),
-        np.concatenate([shares, shares, 1 - given]),
+        np.concatenate([edge_weights, edge_weights, 1 - given]),
     )
 
 

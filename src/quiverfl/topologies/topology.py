@@ -96,7 +96,7 @@ class GraphNeeds:
         if self.delay and not keeps_own_weight(graph):
             raise QuiverError(
                 f"{self.method} with delay = {self.delay} needs a graph on which every client "
-                "keeps a share of its own message, since nothing else arrives at first; on a star "
+                "keeps a part of its own message, since nothing else arrives at first; on a star "
                 "those who are not sampled keep none. Set delay to 0, or use random_push."
             )
 

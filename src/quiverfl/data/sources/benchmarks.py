@@ -42,14 +42,14 @@ def _build(
     notes: Sequence[str] = (),
     **options: Any,
 ) -> Dataset:
-    """The parts as they are; without a test part, or with a share, one of every owner's rows."""
+    """Keep the parts, or split every owner's rows by test_share; without a test part by 0.2."""
     notes, doubts = list(notes), []
     if test is not None and test_share is not None:
         notes.append(f"{path}: its test part is not used, as data.options.test_share is given.")
     elif test is not None and not set(test.owner) & set(train.owner):
         doubts.append(
             f"{path}: no client of its test part has training data, so that under the partition "
-            "natural nobody has test data: data.options.test_share = 0.2 takes a share of every "
+            "natural nobody has test data: data.options.test_share = 0.2 takes a fraction of every "
             "client's training examples in its place."
         )
     if test is None or test_share is not None:
@@ -128,7 +128,7 @@ def _read_json(file: Path) -> list[tuple[str, list[Any], list[Any]]]:
     counts = content.get("num_samples")
     if isinstance(counts, list) and len(counts) != len(names):
         raise QuiverError(f"{file}: {len(names)} users but {len(counts)} num_samples.")
-    found = []
+    users = []
     for number, user in enumerate(map(str, names)):
         own = data.get(user)
         x, y = (own.get(key) if isinstance(own, dict) else None for key in ("x", "y"))
@@ -141,8 +141,8 @@ def _read_json(file: Path) -> list[tuple[str, list[Any], list[Any]]]:
                 f"{file}: user {user!r} has {len(y)} examples, and num_samples says "
                 f"{counts[number]}."
             )
-        found.append((user, x, y))
-    return found
+        users.append((user, x, y))
+    return users
 
 
 def _stack_users(

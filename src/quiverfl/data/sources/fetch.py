@@ -118,16 +118,16 @@ def _download(download: Download, to: Path, report: ProgressReport) -> None:
         raise ConnectionError(f"the connection ended after {done:,} of {size:,} bytes")
 
 
-def _verify(path: Path, download: Download, shown: Path) -> None:
+def _verify(path: Path, download: Download, shown_path: Path) -> None:
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     if digest.hexdigest() != download.md5:
         raise QuiverError(
-            f"{shown} has the wrong checksum (md5 {digest.hexdigest()}, published {download.md5}): "
-            "it is damaged, or the published file has changed. Nothing was unpacked; delete a copy "
-            "of your own and run the command again."
+            f"{shown_path} has the wrong checksum (md5 {digest.hexdigest()}, published "
+            f"{download.md5}): it is damaged, or the published file has changed. Nothing was "
+            "unpacked; delete a copy of your own and run the command again."
         )
 
 

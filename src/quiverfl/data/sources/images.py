@@ -164,12 +164,12 @@ def _read_owned(
 
 def _list_owned(folder: Path, layout: str) -> list[tuple[Path, str, str]]:
     """Every image with its class and its owner."""
-    found = []
+    files = []
     for outer in _folder_classes(folder, None):
         for inner in _folder_classes(folder / outer, None):
             label, owner = (inner, outer) if layout == "owner/class" else (outer, inner)
-            found += [(file, label, owner) for file in image_files(folder / outer / inner)]
-    return found
+            files += [(file, label, owner) for file in image_files(folder / outer / inner)]
+    return files
 
 
 def _check_size(size: int | Sequence[int] | None) -> tuple[int, int] | None:

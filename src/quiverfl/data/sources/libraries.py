@@ -136,10 +136,10 @@ def _stack_rows(where: str, rows: list[Any]) -> Any:
         own = dict(tree_leaves(tree))
         for path, leaf in first.items():
             if path not in own or own[path].shape != leaf.shape:
-                found = "nothing" if path not in own else f"shape {list(own[path].shape)}"
+                actual = "nothing" if path not in own else f"shape {list(own[path].shape)}"
                 called = f" {path!r}" if path else ""
                 raise QuiverError(
-                    f"{where}, item {number}:{called} has {found}, the first item's shape is "
+                    f"{where}, item {number}:{called} has {actual}, the first item's shape is "
                     f"{list(leaf.shape)}: pad or resize them to one."
                 )
     return tree_map(lambda *parts: np.stack(parts), *trees)

@@ -68,7 +68,7 @@ class Options:
     says that the column or columns `label` hold "numbers" or "ids" to be learned, and not labels.
 
     `owner` names the column that says whose row it is. `split` names a column with `train` or
-    `test` in every row; without it a share of every owner's rows (of every class's, where there
+    `test` in every row; without it a fraction of every owner's rows (of every class's, where there
     are no owners) is taken for testing.
 
     `pad` is put behind lists that are shorter than the longest, or than `length`; `mask` is what
@@ -357,11 +357,11 @@ def _check_names(
     origin: Origin, table: pd.DataFrame, names: str | Sequence[str], free: list[str], option: str
 ) -> list[str]:
     """The columns that names and patterns mean, each once; a pattern means free columns only."""
-    found: list[str] = []
+    chosen: list[str] = []
     for name in [names] if isinstance(names, str) else names:
         if name in table.columns or not any(letter in name for letter in "*?["):
             _check_column(origin, table, name)
-            found.append(name)
+            chosen.append(name)
             continue
         matching = [column for column in free if fnmatchcase(column, name)]
         if not matching:
@@ -369,8 +369,8 @@ def _check_names(
                 f"{origin}: no column matches {name!r} of data.options.{option}; it has "
                 f"{', '.join(table.columns)}."
             )
-        found += matching
-    return list(dict.fromkeys(found))
+        chosen += matching
+    return list(dict.fromkeys(chosen))
 
 
 def _split_by_column(origin: Origin, table: pd.DataFrame, split: str) -> tuple[AnyArray, AnyArray]:

@@ -248,10 +248,10 @@ class _Watch(KeyedRandomMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         before = torch.random.get_rng_state()
-        found = super().__torch_function__(function, types, args, kwargs)
+        result = super().__torch_function__(function, types, args, kwargs)
         if self.culprit is None and not torch.equal(torch.random.get_rng_state(), before):
             self.culprit = getattr(function, "__name__", str(function))
-        return found
+        return result
 
 
 def _check_samples(outputs: Tree, samples: int) -> None:
@@ -285,7 +285,7 @@ def _check_numbers(what: str, function: Callable[..., Any], outputs: Tree, y: Tr
     """One number per sample, from outputs and targets of these shapes."""
     samples = len(first_leaf(y))
     try:
-        found = function(outputs, y)
+        result = function(outputs, y)
     except WRONG as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise QuiverError(
@@ -293,30 +293,30 @@ def _check_numbers(what: str, function: Callable[..., Any], outputs: Tree, y: Tr
             f"{_shapes(y)}: {first.rstrip('.')}."
         ) from error
     if isinstance(function, Metric):
-        _check_metric(what, function, found, samples)
-    elif not isinstance(found, Tensor) or tuple(found.shape) != (samples,):
-        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        _check_metric(what, function, result, samples)
+    elif not isinstance(result, Tensor) or tuple(result.shape) != (samples,):
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise QuiverError(
             f"the {what} gives {shape} for {samples} samples; it must give one number per sample, "
             f"({samples},): use reduction='none' and take the mean over the other dimensions."
         )
 
 
-def _check_metric(what: str, metric: Metric, found: Any, samples: int) -> None:
+def _check_metric(what: str, metric: Metric, result: Any, samples: int) -> None:
     """Sums [n, s] of which numbers can be made, or one number."""
     if metric.value is None:
-        if not isinstance(found, int | float) and not (
-            isinstance(found, Tensor) and found.numel() == 1
+        if not isinstance(result, int | float) and not (
+            isinstance(result, Tensor) and result.numel() == 1
         ):
-            raise QuiverError(f"the {what} must give one number for all samples, not {found!r}.")
+            raise QuiverError(f"the {what} must give one number for all samples, not {result!r}.")
         return
-    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != samples:
-        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(result, Tensor) or result.ndim != 2 or len(result) != samples:
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise QuiverError(
             f"the {what} gives {shape} for {samples} samples: with `value` it gives every "
-            "sample's share of some sums, [n, sums]."
+            "sample's part of some sums, [n, sums]."
         )
-    value = metric.value(found.double().sum(dim=0, keepdim=True))
+    value = metric.value(result.double().sum(dim=0, keepdim=True))
     if tuple(value.shape) != (1,):
         raise QuiverError(
             f"the {what}: value(sums [clients, s]) must give [clients], not {tuple(value.shape)}."

@@ -38,7 +38,7 @@ FIRST_CACHE = 32 << 10
 AT_ONCE = 2**24
 """Numbers of one call of the C: Ctrl-C is heard between two."""
 DENSE_SHARE = 0.25
-"""Above this share of non-zero weights the dense product is faster."""
+"""Above this fraction of non-zero weights the dense product is faster."""
 DUE, WAITING = "due/", "waiting/"
 """Names in a checkpoint."""
 

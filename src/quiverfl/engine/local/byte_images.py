@@ -85,28 +85,28 @@ class ByteImages:
         """
         keys = None if self._draws is None else keys
         taken = self._at_once if self._compiled else self._in_passes
-        found = taken(places, keys).permute(0, 3, 1, 2)
-        return found.view(*places.shape, *self._image)
+        images = taken(places, keys).permute(0, 3, 1, 2)
+        return images.view(*places.shape, *self._image)
 
     def _at_once(self, places: Tensor, keys: Hashes | None) -> Tensor:
         places, count = places.contiguous(), places.numel()
         assert places.dtype == torch.int64
-        found = torch.empty((count, *self._shape), dtype=self._kind)
+        out = torch.empty((count, *self._shape), dtype=self._kind)
         if keys is not None:
             keys = np.ascontiguousarray(keys)
         wanted = places.data_ptr(), None if keys is None else keys.ctypes.data, count
-        if not self._call(found.data_ptr(), *self._at, *wanted, *self._sizes):
+        if not self._call(out.data_ptr(), *self._at, *wanted, *self._sizes):
             raise IndexError(f"there are {len(self._padded)} images")
-        return found
+        return out
 
     @cached_property
     def _call(self) -> Any:
         """The compiled pass."""
         library = load_library(*SOURCE)
-        found = library.cuts if self.as_bytes else library.crops
+        function = library.cuts if self.as_bytes else library.crops
         pointers = 4 if self.as_bytes else 6
-        found.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * 7
-        return found
+        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * 7
+        return function
 
     def _in_passes(self, places: Tensor, keys: Hashes | None) -> Tensor:
         down = right = np.full(places.numel(), self._side)
@@ -116,12 +116,12 @@ class ByteImages:
         images = self._cut(places.numpy().ravel(), down, right[:, None])
         flipped = np.flatnonzero(flips)
         images[flipped] = torch.from_numpy(images[flipped]).flip(2).numpy()
-        found = torch.from_numpy(images)
+        floats = torch.from_numpy(images)
         if not self.as_bytes:
             scale, shift = self.factors
-            rows = found.view(-1, len(scale)).to(torch.float32)
-            found = rows.mul_(scale).add_(shift)
-        return found.view(-1, *self._shape)
+            rows = floats.view(-1, len(scale)).to(torch.float32)
+            floats = rows.mul_(scale).add_(shift)
+        return floats.view(-1, *self._shape)
 
     def _cut(self, places: Integers, down: Integers, right: Integers) -> Bytes:
         """[n, height, width, channels], so far down and to the right in the padded images."""

@@ -38,24 +38,24 @@ class FullGroup:
 class ClientGroup:
     """Clients computed together: their rows in the shard and their numbers in the federation.
 
-    `company` is set when part of the group is on other ranks.
+    `full_group` is set when part of the group is on other ranks.
     """
 
     rows: Integers
     ids: Integers
-    company: FullGroup | None = None
+    full_group: FullGroup | None = None
 
 
 @dataclass(frozen=True)
 class PhaseIndex:
-    """Which phase of which round this is, and which share of all clients trains in that round.
+    """Which phase of which round this is, and which fraction of all clients trains in that round.
 
     Where clients do not wait for each other, `round` is every client's own, by its number.
     """
 
     round: int | Integers
     number: int
-    share: float = 1.0
+    active_fraction: float = 1.0
 
 
 @dataclass(eq=False)

@@ -134,16 +134,16 @@ class Examples:
 
         def load_batches() -> Iterator[Batch]:
             for step, (clients, width) in enumerate(shapes):
-                here = (slice(clients), step, slice(width))
+                batch_index = (slice(clients), step, slice(width))
                 x, y = self._take(
-                    places[here],
-                    indices[here],
-                    None if hashes is None else hashes[here],
-                    tuple(crop[here].reshape(-1) for crop in crops),
+                    places[batch_index],
+                    indices[batch_index],
+                    None if hashes is None else hashes[batch_index],
+                    tuple(crop[batch_index].reshape(-1) for crop in crops),
                 )
                 weights = None
                 if weighted is not None and padded[step]:
-                    weights = weighted[here].to(self._dtype)
+                    weights = weighted[batch_index].to(self._dtype)
                 key = None if keys is None else keys[:clients, step]
                 drawn = None if noise is None else noise(clients, step)
                 yield Batch(clients, x, y, weights, key, drawn)
@@ -216,9 +216,9 @@ class Examples:
         rows = leaf.new_empty(len(index), *leaf.shape[1:])
         step = max(1, READ // (leaf[0].nbytes + AROUND))
         for start in range(0, len(index), step):
-            some = slice(start, start + step)
-            torch.index_select(leaf, 0, index[some], out=rows[some])
-            self._read += len(index[some])
+            chunk = slice(start, start + step)
+            torch.index_select(leaf, 0, index[chunk], out=rows[chunk])
+            self._read += len(index[chunk])
             if self._read >= step:
                 self._read = 0
                 for file in self._split.files:

@@ -56,7 +56,7 @@ def _shares_parameters(module: nn.Module, head: str) -> bool:
     places: dict[int, set[bool]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), set()).add(_below(name, head))
-    return any(len(found) > 1 for found in places.values())
+    return any(len(owners) > 1 for owners in places.values())
 
 
 def _below(name: str, head: str) -> bool:

@@ -175,10 +175,10 @@ def bind_samples(
         rest = {name: leaf[:k] for name, leaf in named.items() if name not in own}
         with disable_fused_kernels():
             seen = each(own, rest, x)
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             losses(seen, y, k).sum(), list(own.values()), allow_unused=True, materialize_grads=True
         )
-        return torch.cat([gradient.reshape(k, samples, -1) for gradient in found], dim=2)
+        return torch.cat([gradient.reshape(k, samples, -1) for gradient in gradients], dim=2)
 
     return gradients
 

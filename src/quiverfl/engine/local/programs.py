@@ -130,17 +130,17 @@ class Program:
     ) -> ModelOutputs:
         """One model on samples [n, …]: with these parameters, or with those bound to it."""
         if not features:
-            found = self.outputs(named, x, draws)
-            return ModelOutputs(found, first_leaf(found).new_empty(0))
+            outputs = self.outputs(named, x, draws)
+            return ModelOutputs(outputs, first_leaf(outputs).new_empty(0))
         with self._capture_features() as calls:
-            found = self.outputs(named, x, draws)
+            outputs = self.outputs(named, x, draws)
         if len(calls) != 1 or calls[0] is None:
             raise QuiverError(
                 f"the model's features are what its head {self.head!r} is given, but it calls the "
                 "head more than once or with more than one tensor: wrap the head in a module that "
                 "is called once, with the features."
             )
-        return ModelOutputs(found, calls[0])
+        return ModelOutputs(outputs, calls[0])
 
     def outputs(
         self, named: dict[str, Tensor] | None, x: Tree, draws: KeyedRandomMode | None = None
@@ -333,10 +333,10 @@ class Sequential:
             inputs = tree_map(self._first, batch.inputs)
             seen = _one(program.call(None, inputs, features, draws))
             loss = _total(losses(seen, batch.targets, 1), batch.weights)
-            found = _flat_gradient(loss, leaves, 1)
+            flat = _flat_gradient(loss, leaves, 1)
             if program.padding and part != "shared":
-                found = nn.functional.pad(found, (0, program.padding))
-            return found
+                flat = nn.functional.pad(flat, (0, program.padding))
+            return flat
 
         return gradient
 
@@ -404,23 +404,23 @@ def call_stacked(
         return program.outputs(named, x, draws)
 
     with disable_fused_kernels():
-        found = torch.vmap(call, in_dims=(0, 0, None if keys is None else 0))(named, x, keys)
-    return found if features else ModelOutputs(found, _no_features(found))
+        outputs = torch.vmap(call, in_dims=(0, 0, None if keys is None else 0))(named, x, keys)
+    return outputs if features else ModelOutputs(outputs, _no_features(outputs))
 
 
 def compile_stacked() -> Stacked:
     """`stacked` by torch.compile, for models that draw nothing and whose features nobody sees."""
-    found: dict[Program, Callable[..., Tree]] = {}
+    compiled: dict[Program, Callable[..., Tree]] = {}
 
     def call(
         program: Program, named: dict[str, Tensor], x: Tree, features: bool, keys: Tensor | None
     ) -> ModelOutputs:
         if features or keys is not None:
             return call_stacked(program, named, x, features, keys)
-        if program not in found:
-            found[program] = torch.compile(torch.vmap(program.outputs))
+        if program not in compiled:
+            compiled[program] = torch.compile(torch.vmap(program.outputs))
         with disable_fused_kernels():
-            outputs = found[program](named, x)
+            outputs = compiled[program](named, x)
         return ModelOutputs(outputs, _no_features(outputs))
 
     return call

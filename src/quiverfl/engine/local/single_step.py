@@ -58,7 +58,9 @@ class SingleSteps:
         """The step itself, all clients together."""
         context, device = self.context, self.context.device
         assert isinstance(index.round, int)  # a clock refuses such phases where nobody waits
-        info = partial(StepInfo, index.round, context.rounds, context.training, index.share)
+        info = partial(
+            StepInfo, index.round, context.rounds, context.training, index.active_fraction
+        )
         if device.type not in NO_FLOAT64:
             return take_single_step(phase, state, asked, info)
         # A step may count in float64: it is taken on the host.
@@ -70,7 +72,7 @@ class SingleSteps:
         """Of the plain loss on the first batch of this phase."""
         context = self.context
         sizes, batch = context.examples.sizes[group.rows], context.training.batch_size
-        everyone = sizes if group.company is None else group.company.train
+        everyone = sizes if group.full_group is None else group.full_group.train
         counts, among = (s if batch is None else np.minimum(batch, s) for s in (sizes, everyone))
         samples = np.zeros((len(sizes), int(among.max())), dtype=np.int64)
         assert isinstance(index.round, int)
@@ -97,15 +99,15 @@ class SingleSteps:
         context = self.context
         program, features = context.program(), context.task.head is not None
         sizes = context.examples.sizes[group.rows]
-        most = int((sizes if group.company is None else group.company.train).max())
+        most = int((sizes if group.full_group is None else group.full_group.train).max())
         total: Message = {}
         for begin in range(0, most, SLAB):
             places = np.arange(begin, min(begin + SLAB, most))
             inside = torch.from_numpy(places < sizes[:, None]).to(point.shared)
             x, y = context.examples.gather(group.rows, np.minimum(places, sizes[:, None] - 1))
             seen = context.executor.forward(program, point, x, features)
-            found: Message = vmap_clients(phase.statistics)(seen, y, inside, state)
-            for name, leaf in found.items():
+            statistics: Message = vmap_clients(phase.statistics)(seen, y, inside, state)
+            for name, leaf in statistics.items():
                 total[name] = leaf if name not in total else total[name] + leaf
         return total
 
@@ -148,11 +150,11 @@ def take_single_step(
 
 
 def _one_by_one(step: Callable[[Any, Any], Any], state: Any, asked: dict[str, Any]) -> Any:
-    found = []
+    states = []
     for place in range(len(next(iter(state)))):
         one = type(state)(*(leaf[place] for leaf in state))
-        found.append(step(one, {name: _at(value, place) for name, value in asked.items()}))
-    return type(state)(*(torch.stack(leaves) for leaves in zip(*found, strict=True)))
+        states.append(step(one, {name: _at(value, place) for name, value in asked.items()}))
+    return type(state)(*(torch.stack(leaves) for leaves in zip(*states, strict=True)))
 
 
 def _at(value: Any, place: int) -> Any:

@@ -91,8 +91,8 @@ class PhaseSteps:
             before = self._move(k, vmap_params(phase.gradient_at)(*self._place(k)))
         if phase.lookahead is not None:
             uphill = self._to_params(self._gradient(batch))
-            there = vmap_params(phase.lookahead.gradient_at)(uphill, *self._place(k))
-            start = self._move(k, there)
+            lookahead_params = vmap_params(phase.lookahead.gradient_at)(uphill, *self._place(k))
+            start = self._move(k, lookahead_params)
             before = start if before is None else before
         gradient = self._gradient(batch.second_half or batch)
         if before is not None:
@@ -124,8 +124,8 @@ class PhaseSteps:
         direction = DIRECTIONS[training.optimizer](gradient, buffers, training)
         for part, rate in rates:
             whole = part == slice(None)  # a view costs as much as a small step
-            here, along = (t if whole else t[:, part] for t in (params, direction))
-            here.addcmul_(along, rate, value=-1)
+            target, along = (t if whole else t[:, part] for t in (params, direction))
+            target.addcmul_(along, rate, value=-1)
 
     def _place(self, k: int) -> tuple[Params, Any]:
         """Parameters and state of the first k clients, as a method's functions take them."""

@@ -103,9 +103,9 @@ class Trainer:
         order = np.argsort(-plan.steps, kind="stable")
         back = np.argsort(order, kind="stable")
         counts = plan.counts
-        if group.company is not None:
-            counts = self._group_counts(phase, group.company, unequal, training)
-        ordered = ClientGroup(group.rows[order], group.ids[order], group.company)
+        if group.full_group is not None:
+            counts = self._group_counts(phase, group.full_group, unequal, training)
+        ordered = ClientGroup(group.rows[order], group.ids[order], group.full_group)
         work = _PhaseWork(self, ordered, plan.arrange(order, counts), index)
         first = _take_rows(state, order)
         if isinstance(phase, Interleaved):
@@ -120,7 +120,7 @@ class Trainer:
     def _group_counts(
         self,
         phase: Train | Interleaved,
-        company: FullGroup,
+        full_group: FullGroup,
         unequal: bool,
         training: Training,
     ) -> Integers:
@@ -128,10 +128,10 @@ class Trainer:
 
         `unequal`: each client has its own number of epochs.
         """
-        epochs = company.epochs if unequal else None
+        epochs = full_group.epochs if unequal else None
         if not unequal and phase.epochs is not None:
-            epochs = np.full(len(company.train), phase.epochs)
-        return count_batches(epochs, company.train, training.batch_size, phase.steps)
+            epochs = np.full(len(full_group.train), phase.epochs)
+        return count_batches(epochs, full_group.train, training.batch_size, phase.steps)
 
     def count_visits(
         self, phase: Train | Interleaved, group: ClientGroup, steps: Integers
@@ -236,9 +236,9 @@ class _PhaseWork:
 
     def _compute_features(self, program: Program, params: Params) -> Examples:
         """The body's features of all training samples, in place of the samples."""
-        context, rows, company = self.trainer.context, self.group.rows, self.group.company
+        context, rows, full_group = self.trainer.context, self.group.rows, self.group.full_group
         sizes = context.examples.sizes[rows]
-        width = int((sizes if company is None else company.train).max())
+        width = int((sizes if full_group is None else full_group.train).max())
         samples = np.minimum(np.arange(width), sizes[:, None] - 1)
         parts, targets = [], []
         for begin in range(0, width, FEATURES):
@@ -336,9 +336,9 @@ def _describe_trained(
     """The trained models with what a method may want to know of how they were made."""
     like = params.shared
     if not isinstance(round, int):
-        return _describe_own_rounds(params, steps, training, index.share, round)
+        return _describe_own_rounds(params, steps, training, index.active_fraction, round)
     eta = training.lr_at(round)
-    rate, share = (like.new_full(steps.shape, value) for value in (eta, index.share))
+    rate, fraction = (like.new_full(steps.shape, value) for value in (eta, index.active_fraction))
     if (steps == steps[0]).all():  # made where it is wanted: between two steps nothing is moved
         reach = like.new_full(steps.shape, eta * training.momentum_sum(int(steps[0])))
         taken = like.new_full(steps.shape, int(steps[0]))
@@ -346,11 +346,11 @@ def _describe_trained(
         sums = [eta * training.momentum_sum(int(count)) for count in steps]
         reach = torch.tensor(sums, dtype=like.dtype, device=like.device)
         taken = torch.from_numpy(steps).to(like)
-    return Trained(*params, steps=taken, lr=rate, effective_lr_sum=reach, active_fraction=share)
+    return Trained(*params, steps=taken, lr=rate, effective_lr_sum=reach, active_fraction=fraction)
 
 
 def _describe_own_rounds(
-    params: Params, steps: Integers, training: Training, share: float, rounds: Integers
+    params: Params, steps: Integers, training: Training, fraction: float, rounds: Integers
 ) -> Trained:
     """The same where every client is in a round of its own."""
     like, etas = params.shared, [training.lr_at(own) for own in rounds.tolist()]
@@ -360,7 +360,7 @@ def _describe_own_rounds(
         steps=torch.from_numpy(steps).to(like),
         lr=torch.tensor(etas, dtype=like.dtype, device=like.device),
         effective_lr_sum=torch.tensor(reach, dtype=like.dtype, device=like.device),
-        active_fraction=like.new_full(steps.shape, share),
+        active_fraction=like.new_full(steps.shape, fraction),
     )
 
 

@@ -19,7 +19,7 @@ import torch
 Item = TypeVar("Item")
 
 MOST = 8
-"""Workers, at most: each keeps the activations of a batch. Further threads are shared out."""
+"""Workers, at most: each keeps the activations of a batch. They divide further threads."""
 
 
 class Halted(Exception):

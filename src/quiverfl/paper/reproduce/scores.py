@@ -1,7 +1,7 @@
 """The numbers behind the paper's tables: finished runs by case, what the paper prints, frames.
 
-Accuracies are shares of 1. Frames have one row per case and method. A spread is over seeds, and NaN
-with one seed.
+Accuracies lie between 0 and 1. Frames have one row per case and method. A spread is over seeds,
+and NaN with one seed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def collect_results(cells: Sequence[Cell], places: SweepFolder) -> Results:
 
 
 def published_accuracy(case: str, method: str) -> tuple[float, float] | None:
-    """(mean, standard deviation) as shares of 1; NaN where the paper gives no deviation."""
+    """(mean, standard deviation) between 0 and 1; NaN where the paper gives no deviation."""
     score = _paper_numbers()["accuracy"].get(case, {}).get(method)
     if score is None:
         return None
@@ -74,7 +74,7 @@ def published_accuracy(case: str, method: str) -> tuple[float, float] | None:
 
 
 def published_target(case: str) -> float | None:
-    """The accuracy that counts as reached, as a share of 1."""
+    """The accuracy that counts as reached, between 0 and 1."""
     rounds = _paper_numbers()["rounds"].get(case)
     return None if rounds is None else rounds["target"] / 100
 

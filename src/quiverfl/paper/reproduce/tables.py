@@ -199,7 +199,7 @@ def partition_table(item: Item, partitions: Mapping[str, Partition]) -> Table:
             column[label] = TableCell(text)
     caption = (
         "Training samples and classes of a client. Heterogeneity is the mean total-variation "
-        "distance of the clients' class shares from those of all together: 0 when all are alike."
+        "distance of the clients' class proportions from the overall ones: 0 when all are alike."
     )
     columns = list(zip(map(Column, titles), cells, strict=True))
     return make_table(item.title, {label: label for label in partitions}, columns, caption, "case")

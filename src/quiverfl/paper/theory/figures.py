@@ -133,14 +133,14 @@ def draw_fit(axes: Axes, part: RatePart) -> None:
 
 def draw_parts(axes: Axes, rate: Rate) -> None:
     for part in rate.parts:
-        told = part.name if part.name == "everything" else f"{part.name} alone"
+        label = part.name if part.name == "everything" else f"{part.name} alone"
         axes.plot(
             part.rounds,
             part.means,
             color=PART_COLORS[part.name],
             marker="o",
             markersize=4.5,
-            label=f"{told}: {format_signed(part.slope.value)}",
+            label=f"{label}: {format_signed(part.slope.value)}",
         )
     _log_rounds(axes, rate.parts[0].rounds)
     low, high = axes.get_ylim()
@@ -214,9 +214,9 @@ def draw_limits(axes: Axes, conservation: Conservation, whose: str) -> None:
     schemes = [mixing.label for mixing in conservation.mixing]
     for label, color in zip(schemes, SCHEME_COLORS, strict=True):
         for static, dashes in ((True, "-"), (False, NEW)):
-            some = [x for x in conservation.limits if x.label == label and x.static == static]
-            values = [x.mean_distance if whose == "mean" else x.client_distance for x in some]
-            steps = [x.step for x in some]
+            matching = [x for x in conservation.limits if x.label == label and x.static == static]
+            values = [x.mean_distance if whose == "mean" else x.client_distance for x in matching]
+            steps = [x.step for x in matching]
             axes.plot(steps, values, color=color, linestyle=dashes, marker="o", markersize=4.5)
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -194,10 +194,10 @@ def limit_table(conservation: Conservation) -> Table:
     rows = []
     for label in dict.fromkeys(limit.label for limit in conservation.limits):
         for static in (False, True):
-            some = [x for x in conservation.limits if x.label == label and x.static == static]
+            matching = [x for x in conservation.limits if x.label == label and x.static == static]
             texts = [f"{label}, {'fixed' if static else 'new'}"]
-            texts += [f"{limit.mean_distance:.3f}" for limit in some]
-            texts += [f"{limit.client_distance:.2f}" for limit in some]
+            texts += [f"{limit.mean_distance:.3f}" for limit in matching]
+            texts += [f"{limit.client_distance:.2f}" for limit in matching]
             rows.append(texts)
     return _text_table(
         f"Distance from the optimum after {conservation.limit_rounds} rounds without noise, "
@@ -301,7 +301,7 @@ def _describe_connectivity(connectivity: Connectivity) -> str:
 
 
 def _describe_conservation(conservation: Conservation) -> str:
-    moved = [
+    moving = [
         f"{m.label}: {'conserved' if is_conserved(m) else f'moved by {m.drift[-1]:.3f}'}"
         for m in conservation.mixing
     ]
@@ -312,7 +312,7 @@ def _describe_conservation(conservation: Conservation) -> str:
         if limit.static and limit.step == smallest
     ]
     return (
-        f"The mean over clients under mixing alone, in units of their spread: {'; '.join(moved)}. "
+        f"The mean over clients under mixing alone, in units of their spread: {'; '.join(moving)}. "
         f"Distance from the optimum on one fixed graph at step {smallest:g}: {'; '.join(ends)}."
     )
 

@@ -167,8 +167,8 @@ def _find_grant(statement: Statement, witnesses: Iterable[Statement]) -> int:
     """
     name = statement.name
     heard = [one for one in witnesses if one.units or name in one.grants]
-    told = Counter(one.grants.get(name, UNIT) for one in heard)
-    return told.most_common(1)[0][0] if told else UNIT
+    reported = Counter(one.grants.get(name, UNIT) for one in heard)
+    return reported.most_common(1)[0][0] if reported else UNIT
 
 
 def _check_records(statement: Statement, report: AuditReport, grant: int) -> None:

@@ -257,10 +257,10 @@ def judge_transfer(
     if transfer.seq > link.received + 1:
         return Verdict.GAP
     if transfer.seq == link.received + 1:
-        here = staged.get(transfer.sender)
-        if here is None:
+        present = staged.get(transfer.sender)
+        if present is None:
             return Verdict.PROCEED
-        return Verdict.STAGED if here.digest == transfer.digest else Verdict.STALE
+        return Verdict.STAGED if present.digest == transfer.digest else Verdict.STALE
     if transfer.seq < link.received or transfer.digest != link.digest:
         return Verdict.STALE
     return Verdict.REFUSED if link.refusal else Verdict.APPLIED

@@ -135,9 +135,9 @@ class Store:
     def verify(self, is_genuine: SignatureCheck | None) -> None:
         """Refuse records that were changed since they were committed, before any mass is spent."""
         try:
-            found = self._rows("PRAGMA integrity_check(1)")
-            if found != [("ok",)]:
-                raise damage(self.folder, f"{found[0][0].splitlines()[-1]}.")
+            answer = self._rows("PRAGMA integrity_check(1)")
+            if answer != [("ok",)]:
+                raise damage(self.folder, f"{answer[0][0].splitlines()[-1]}.")
             for name, digest in self._rows("SELECT name, digest FROM files WHERE role = 'share'"):
                 read_checked(self.folder / name, digest)
             problems = find_damage(disk.read_statement(self.folder), is_genuine, VERIFIED)

@@ -244,8 +244,8 @@ class Transactions:
             self._manifest.unpack(self._store.payload(refund.digest), self._origin(refund.round))
             for refund in refunds
         ]
-        moved = [(t.units, t.total) for t in (*(transfer for transfer, _ in receipts), *refunds)]
-        return add_shares(self.memory.message, payloads), moved, []
+        amounts = [(t.units, t.total) for t in (*(transfer for transfer, _ in receipts), *refunds)]
+        return add_shares(self.memory.message, payloads), amounts, []
 
     def _average_copies(
         self, receipts: Sequence[tuple[Transfer, Leaves]], weigh: WeighCopies

@@ -545,6 +545,6 @@ class LiveRoster:
                 self.current, self._stamp = Roster.read(self._path).after(self.current), stamp
             self._problem = ""
         except (OSError, QuiverError) as problem:
-            told = f"the roster is not read again: {problem}"
-            self._problem = log_once(told, self._problem)
+            sentence = f"the roster is not read again: {problem}"
+            self._problem = log_once(sentence, self._problem)
         return self.current

@@ -83,8 +83,8 @@ async def join_store(
     round, message = choose_offer(offers)
     units, terms = UNIT, list[Terms]()
     if founders is not None and roster.number(agreement.name) >= founders:
-        told = [one for offer in offers for one in offer.amendments]
-        terms = granted_terms(told, agreement.name, agreement.hash, roster, founders)
+        amendments = [one for offer in offers for one in offer.amendments]
+        terms = granted_terms(amendments, agreement.name, agreement.hash, roster, founders)
         own = next(one for one in terms if agreement.name in one.joins)
         round, units = max(round, own.since), own.grant
         message = scale_message(message, units, UNIT)

@@ -272,15 +272,15 @@ class ConnectionGuard:
 
 def _accepted_sockets(port: int) -> list[tuple[Address, int]]:
     """List the descriptors of connections to a port of this process, by the caller's address."""
-    found = []
+    open_files = []
     for name in os.listdir("/dev/fd"):
         descriptor = int(name)
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 address = _caller_of(descriptor, port)
                 if address is not None:
-                    found.append((address, descriptor))
-    return found
+                    open_files.append((address, descriptor))
+    return open_files
 
 
 def _caller_of(descriptor: int, port: int) -> Address | None:

@@ -302,10 +302,11 @@ class Receiver:
         if transfer.units > self._ctx.limits.mass_cap:
             return "mass above the cap", sum_message(message)
         if self._ctx.limits.outlier != "off":
-            here = l2_norm(own) / max(self._ctx.transactions.mass, 1e-12)
-            there = l2_norm(message) / (transfer.units / UNIT if transfer.units else 1.0)
-            if not self._outliers.accepts(there, here):
-                self._ctx.log.alarm("outlier", **_log_fields(transfer), norm=there, own=here)
+            own_norm = l2_norm(own) / max(self._ctx.transactions.mass, 1e-12)
+            sent_norm = l2_norm(message) / (transfer.units / UNIT if transfer.units else 1.0)
+            if not self._outliers.accepts(sent_norm, own_norm):
+                fields = {**_log_fields(transfer), "norm": sent_norm, "own": own_norm}
+                self._ctx.log.alarm("outlier", **fields)
                 self._ctx.metrics.add("alarms")
                 if self._ctx.limits.outlier == "refuse":
                     return "outlier", sum_message(message)

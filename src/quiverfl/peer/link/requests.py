@@ -259,8 +259,8 @@ def _enter(roster: Roster, request: Request, was: Member | None, keep_old: bool)
         member = Member(request.name, request.address, (request.key,), relays=request.relays)
         return replace(roster, members=(*roster.members, member))
     changed = roster.with_key(request.name, request.key, keep_old)
-    moved = replace(changed.member(request.name), address=request.address, relays=request.relays)
-    members = tuple(moved if m.name == request.name else m for m in changed.members)
+    updated = replace(changed.member(request.name), address=request.address, relays=request.relays)
+    members = tuple(updated if m.name == request.name else m for m in changed.members)
     return replace(changed, members=members)
 
 

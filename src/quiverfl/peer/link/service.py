@@ -272,10 +272,10 @@ class Service:
         self, log: SignedLog[Any], _frame: bytes, context: CallContext
     ) -> bytes:
         await self._admit(context, log.kind.method)
-        table, here = log.kind.table, log.hash
-        if table not in self._written or self._written[table][0] != here:
+        table, own_hash = log.kind.table, log.hash
+        if table not in self._written or self._written[table][0] != own_hash:
             body = await asyncio.to_thread(encode_statements, log.kind, log.statements())
-            self._written[table] = (here, body)
+            self._written[table] = (own_hash, body)
         return self._ctx.metrics.count_sent(self._written[table][1])
 
     async def _last_receipt(self, _frame: bytes, context: CallContext) -> bytes:

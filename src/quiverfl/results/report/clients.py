@@ -1,6 +1,6 @@
 """Who is badly off, and with which data: the clients of a report, one by one.
 
-Clients are compared within a population: the runs that share the data out in the same way. Their
+Clients are compared within a population: the runs that partition the data in the same way. Their
 table is written for the first population and stage; the page's script can show the others.
 """
 
@@ -215,7 +215,7 @@ def _labels(counts: Sequence[int], highest: int) -> Markup:
 
 # Models that seem to answer every question alike: a network that training has destroyed.
 #
-# It diverges nowhere and its accuracy looks like a number; it is the share of one class.
+# It diverges nowhere and its accuracy looks like a number; it is the frequency of one class.
 
 
 STAGE = "local"
@@ -230,15 +230,15 @@ def constant_answer_notes(groups: Sequence[Group]) -> list[str]:
         suspects, clients = (sum(column) for column in zip(*counted, strict=True))
         if 2 * suspects > clients:
             notes.append(
-                f"{group.label}: {suspects} of {clients} clients score exactly the share of one "
-                "class in their test data, as a model does that gives one answer to everything. "
+                f"{group.label}: {suspects} of {clients} clients score exactly the frequency of "
+                "one class in their test data, as a model that gives one answer to everything. "
                 "Training may have destroyed it: try a smaller training.lr."
             )
     return notes
 
 
 def _suspects(run: RunResult) -> tuple[int, int]:
-    """How many clients score exactly the share of one class, of those that have two or more."""
+    """How many clients score exactly the frequency of one class, of those that have two or more."""
     counts, history = run.test_counts, run.history
     if counts is None or "accuracy" not in history:
         return 0, 0
@@ -246,6 +246,6 @@ def _suspects(run: RunResult) -> tuple[int, int]:
     last = local[local["round"] == local["round"].max()].set_index("client")["accuracy"]
     several = [c for c in last.index if c < len(counts) and np.count_nonzero(counts[c]) > 1]
     right = {c: last[c] * counts[c].sum() for c in several}
-    shares = {c: counts[c][counts[c] > 0] for c in several}
-    alike = [c for c in several if bool((np.abs(shares[c] - right[c]) < 1e-3).any())]
+    class_fractions = {c: counts[c][counts[c] > 0] for c in several}
+    alike = [c for c in several if bool((np.abs(class_fractions[c] - right[c]) < 1e-3).any())]
     return len(alike), len(several)

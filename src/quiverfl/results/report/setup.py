@@ -65,12 +65,12 @@ def topology_section(groups: Sequence[Group]) -> Markup:
 
 def _over_time(groups: Sequence[Group]) -> list[Markup]:
     """Of graphs that depend on the run: whether they stayed connected, one line for each run."""
-    found = [
+    watches = [
         (group.label, run, check_recorded_graphs(run)) for group in groups for run in group.runs
     ]
     return [
         tag("p", f"{label}, seed {run.seed}, {run.topology}: {watch.describe()}")
-        for label, run, watch in found
+        for label, run, watch in watches
         if watch is not None
     ]
 
