@@ -102,7 +102,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "an_unknown_key": (lambda: qv.Experiment.of({"run": {"round": 3}}), r"run\.round.*rounds"),
     "a_client_that_is_not_there": (lambda: go().personal(6), r"there are 6 clients, 0 … 5"),
     "a_folder_that_is_no_run": (lambda: qv.load_run("/nowhere"), r"not a run folder"),
-    "a_plot_of_no_metric": (lambda: go().plot("f1"), r"no metric 'f1'"),
+    "a_plot_of_no_metric": (lambda: go().plot(metric="f1"), r"no metric 'f1'"),
+    "a_plot_into_no_picture": (lambda: go().plot("f1"), r"plot: f1: its name must end in"),
     "a_run_saved_twice": (lambda: _saved_twice(), r"holds a run already"),
     "zero_for_seeds": (
         lambda: qv.compare({}, ["local"], seeds=0),

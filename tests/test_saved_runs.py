@@ -123,3 +123,6 @@ def test_one_stage_can_be_drawn_alone(tmp_path: Path) -> None:
         for stage in ("local", "mixed"):
             (line,) = one.plot(stage=stage).axes[0].lines
             assert line.get_label() == stage
+        one.plot(tmp_path / "c.png", tmp_path / "c.svg")
+        assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / "c.svg").read_text()

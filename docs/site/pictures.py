@@ -1,8 +1,8 @@
-"""The sample report of the site and the picture of a report, as the pages show them.
+"""The sample report of the site, the picture of a report and that of the README.
 
-    quiver compare quickstart --methods local,dfedpgp --set data.clients=10 \
-      --set run.evaluate_every=5 --out runs/sample
-    quiver compare quickstart --methods local,fedavg,dfedpgp --seeds 0,1,2,3,4 --out runs/demo
+    quiver compare quickstart --methods local,fedavg,dfedpgp --seeds 0-2 \
+      --set data.clients=10 --set run.evaluate_every=6 --out runs/sample
+    quiver compare quickstart --methods local,fedavg,dfedpgp --seeds 0-4 --out runs/demo
     PYTHONPATH=tests/support python docs/site/pictures.py runs/sample runs/demo
 
 The picture needs a Chromium.
@@ -10,6 +10,7 @@ The picture needs a Chromium.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -20,8 +21,11 @@ from browser import Browser
 DOCS = Path(__file__).parents[1]
 SAMPLE = DOCS / "start" / "sample-report.html"
 PICTURE = DOCS / "images" / "report.png"
-LARGEST = 400_000
-"""Bytes of a sample that a page may ask its readers to load."""
+FIRST = DOCS / "images" / "first-screen.png"
+"""The way of a round above a report: the one picture of the README."""
+ROUND = DOCS / "images" / "round.svg"
+LARGEST = 600_000
+"""Bytes of a sample that a page may ask its readers to load; a seventh of it as servers send it."""
 ONE_SCREEN = """
 for (const section of document.querySelectorAll('section'))
   if (!['results', 'curves'].includes(section.id)) section.remove();
@@ -35,6 +39,23 @@ for (const [id, end] of [['results', '.lead, p'], ['curves', '.panels']]) {
   for (const part of parts) if (!shown.includes(part)) part.remove();
   document.getElementById(id).style.marginTop = id === 'results' ? '28px' : '20px';
 }
+document.body.style.paddingBottom = '1rem';
+window.scrollTo(0, 0);
+"""
+WITH_ROUND = """
+for (const part of document.querySelectorAll('#results p, .eyebrow, .facts, .legend')) part.remove();
+const style = document.body.style;
+style.padding = '1.2rem 2.6rem .4rem';
+const title = document.querySelector('h1');
+title.style.fontSize = '1.3rem';
+title.style.maxWidth = 'none';
+title.append(' · 20 clients, 60 rounds, 5 seeds, test accuracy in %');
+document.querySelector('header').style.marginTop = '1.4rem';
+document.getElementById('results').style.marginTop = '14px';
+const drawing = document.createElement('div');
+drawing.innerHTML = ROUND;
+drawing.firstElementChild.style.cssText = 'display: block; width: 100%; height: auto';
+document.body.prepend(drawing);
 window.scrollTo(0, 0);
 """
 
@@ -49,6 +70,10 @@ def main(sample: Path, demo: Path) -> None:
         browser.open((demo / "report.html").resolve())
         browser.evaluate(f"(() => {{{ONE_SCREEN}}})()")
         browser.picture(PICTURE)
+        browser.window(1000, 600)
+        drawing = json.dumps(ROUND.read_text(encoding="utf-8"))
+        browser.evaluate(f"(() => {{const ROUND = {drawing};{WITH_ROUND}}})()")
+        browser.picture(FIRST)
 
 
 if __name__ == "__main__":

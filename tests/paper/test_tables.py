@@ -305,3 +305,13 @@ def test_columns_without_a_heading_are_a_part_of_their_own() -> None:
     ]
     (whole,) = Table("T", columns[:1], ((TableCell("Local"),),), "").parts()
     assert whole.rows == ((TableCell("Local"),),)
+
+
+def test_columns_behind_those_of_a_heading_stay_with_them() -> None:
+    above = ("", "local", "local", "mixed", "")
+    columns = tuple(Column(str(place), above=text) for place, text in enumerate(above))
+    table = Table("T", columns, (tuple(map(TableCell, "01234")),), "")
+    assert ["".join(column.title for column in part.columns) for part in table.parts()] == [
+        "012",
+        "034",
+    ]

@@ -95,6 +95,8 @@ def test_the_table_says_which_accuracy_it_is(comparison: tuple[Path, str]) -> No
         "Best round",
         "Mean of the last ten evaluated rounds",
         "Difference to DFedPGP, paired by seed",
+        "Mean over clients of the test accuracy and loss, each on its own data. Lines are means "
+        "over seeds, bands reach from the lowest seed to the highest.",
     ):
         assert words in text
 

@@ -230,6 +230,17 @@ def test_a_run_that_recorded_nothing_is_a_row_of_dashes(tmp_path: Path) -> None:
     assert table.rows[0][1].text == numbers.DASH
 
 
+def test_means_that_differ_by_rounding_alone_are_both_best(tmp_path: Path) -> None:
+    some = [[0.1, 0.2, 0.3]]
+    write_exact(tmp_path / "a", "fedavg", 0, some, some)
+    write_exact(tmp_path / "b", "local", 0, [some[0][::-1]], [some[0][::-1]])
+    groups = group_runs(find_runs([tmp_path]))
+    means = compare_groups(groups)["local_mean"]
+    assert means[0] != means[1]  # else nothing is shown
+    rows = comparison_table(groups, cost=False).rows
+    assert [row[1].best for row in rows] == [True, True]
+
+
 def test_regression_runs_are_compared_by_loss_and_the_lowest_is_best(tmp_path: Path) -> None:
     write_run(tmp_path / "a", Recipe(level=0.9, metrics=("loss",)))
     write_run(tmp_path / "b", Recipe("local", ALONE, level=0.5, metrics=("loss",)))

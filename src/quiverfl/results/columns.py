@@ -71,7 +71,7 @@ def mean_column(
     def write(row: Row) -> TableCell:
         text = numbers.format_with_spread(row[name], row[f"{name}_seed_std"], metric)
         value = None if math.isnan(row[name]) else row[name]
-        best_of = row[name] == best.get(row[among])
+        best_of = math.isclose(row[name], best.get(row[among], math.nan), rel_tol=1e-12)
         return TableCell(text, best_of, value, row[f"{name}_seed_std"])
 
     return fill_column(title, above, rows, write, key)

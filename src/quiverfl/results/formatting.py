@@ -152,14 +152,17 @@ class Table:
         return [(k, len(list(v))) for k, v in groupby(column.above for column in self.columns)]
 
     def parts(self) -> list[Table]:
-        """One table for each upper heading, the names again in each; itself where there is none."""
-        tables, begin = [], 0
-        for _, width in self.spans():
-            end = begin + width
-            if end > 1:  # the names alone are no table
-                tables.append(self.take_columns(range(max(begin, 1), end)))
-            begin = end
-        return tables or [self]
+        """One table for each upper heading, the names again in each; itself where there is none.
+
+        Columns behind a heading's, such as the number of seeds, stay with them.
+        """
+        parts, begin = list[range](), 1  # the names alone are no part
+        for end in range(2, len(self.columns) + 1):
+            above = self.columns[begin].above
+            if end == len(self.columns) or self.columns[end].above not in (above, ""):
+                parts.append(range(begin, end))
+                begin = end
+        return [self.take_columns(part) for part in parts] or [self]
 
     def take_columns(self, indices: Iterable[int]) -> Table:
         """The names, and some of the columns behind them."""

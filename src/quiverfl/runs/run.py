@@ -128,11 +128,22 @@ class AnyRun(ReprCard):
             **(format_last_scores(self.summary) if len(self.history) else {}),
         }
 
-    def plot(self, metric: str | None = None, stage: Stage | None = None) -> Figure:
-        """Learning curves: the mean over clients at both stages or one, and their quartiles."""
-        from quiverfl.results.figures import plot_run
+    def plot(
+        self, *files: Path | str, stage: Stage | None = None, metric: str | None = None
+    ) -> Figure:
+        """Learning curves: the mean over clients at both stages or one, and their quartiles.
 
-        return plot_run(self.history, self.method_title, metric, stage)
+        Files end in .pdf, .svg or .png.
+        """
+        from quiverfl.results.figures import plot_run, save_figure
+        from quiverfl.results.tables import ResultFiles
+
+        places = [Path(file) for file in files]
+        ResultFiles(figures=places).check(("table:", "plot:", "plot:"))
+        figure = plot_run(self.history, self.method_title, metric, stage)
+        for place in places:
+            save_figure(figure, place)
+        return figure
 
 
 class Run(AnyRun):

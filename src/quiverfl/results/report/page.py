@@ -300,8 +300,8 @@ def curves_section(groups: Sequence[Group], stages: Sequence[str]) -> Markup:
         words += " Lines are means over seeds, bands reach from the lowest seed to the highest."
     rows, cut = [], False
     for against in list_axes(groups):
-        words = {"steps": "local steps", "clock": "seconds"}.get(against, against)
-        rows.append(tag("h3", f"Against {words}"))
+        axis = {"steps": "local steps", "clock": "seconds"}.get(against, against)
+        rows.append(tag("h3", f"Against {axis}"))
         rows.append(lead_paragraph(_CURVE_WORDS[against]))
         for metric in metrics if against == "rounds" else metrics[:1]:
             charts = [curve_chart(groups, stage, against, metric) for stage in stages]
