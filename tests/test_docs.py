@@ -143,6 +143,20 @@ def test_no_example_tests_on_what_it_trained_on() -> None:
     assert found == []
 
 
+def test_the_readme_counts_and_names_every_method() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f" {len(qv.METHODS)} methods " in text
+    table = text[text.index("## Methods") : text.index("## What was found")]
+    assert set(re.findall(r"`(\w+)`", table)) == set(qv.METHODS)
+    assert len(text.splitlines()) <= 130
+
+
+def test_an_output_on_a_page_is_not_empty() -> None:
+    """It would be what any command prints."""
+    shown = [block for page in PAGES for block in blocks(page) if block.is_output]
+    assert [str(block) for block in shown if not block.code.strip("…\n ")] == []
+
+
 def test_the_first_example_of_the_readme_can_be_pasted() -> None:
     """It is the page's only Python, and needs nothing that the page does not show."""
     (block,) = (b for b in blocks(ROOT / "README.md") if b.kind == "python")

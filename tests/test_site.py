@@ -86,6 +86,14 @@ def test_pages_of_the_repository_are_on_the_site(site: Path) -> None:
         assert (site / page / "index.html").exists()
 
 
+def test_a_telephone_is_shown_a_narrow_drawing(site: Path) -> None:
+    for page in ("index.html", "start/tutorial/index.html"):
+        (narrow,) = re.findall(
+            r'<source media="[^"]*" srcset="([^"]*)">', (site / page).read_text()
+        )
+        assert ((site / page).parent / narrow).is_file()
+
+
 def test_pages_that_the_code_names_are_there() -> None:
     files = [
         p for room in ("src", "tests", "benchmarks", "configs") for p in (ROOT / room).rglob("*")

@@ -27,8 +27,7 @@ ELSEWHERE = {
     "results/README.md": "records.md",
 }
 LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
-
-
+DRAWING = re.compile(r'(<img [^>]*src="([^"]*images/round)\.svg"[^>]*>)')
 API = "reference/api.md"
 
 
@@ -47,6 +46,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = parameters().with_tables(markdown + unplaced(markdown))
     source = ROOT / "docs" / name
     return turned(markdown, f"docs/{name}") if source.exists() else markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A drawing that is too wide to be read on a telephone has a narrow one beside it."""
+    return DRAWING.sub(
+        r'<picture><source media="(max-width: 600px)" srcset="\2-narrow.svg">\1</picture>', html
+    )
 
 
 def parameters() -> ModuleType:

@@ -43,7 +43,8 @@ document.body.style.paddingBottom = '1rem';
 window.scrollTo(0, 0);
 """
 WITH_ROUND = """
-for (const part of document.querySelectorAll('#results p, .eyebrow, .facts, .legend')) part.remove();
+const words = '#results p, .eyebrow, .facts, .legend';
+for (const part of document.querySelectorAll(words)) part.remove();
 const style = document.body.style;
 style.padding = '1.2rem 2.6rem .4rem';
 const title = document.querySelector('h1');
