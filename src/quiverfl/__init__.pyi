@@ -367,6 +367,9 @@ from quiverfl.topologies import (
     ring as ring,
 )
 from quiverfl.topologies import (
+    similar_pull as similar_pull,
+)
+from quiverfl.topologies import (
     similar_push as similar_push,
 )
 from quiverfl.topologies import (

@@ -16,7 +16,7 @@ from quiverfl.seeds import key_hashes
 from quiverfl.topologies.analysis import graph_to_text
 from small import CLIENTS, PUSH, REGULAR, TRAINING, simulate, states, tiny_data, tiny_task
 
-EVERYTHING = qv.ReportSpec(loss=True, norm=True, sketch=4, seed=5)
+EVERYTHING = qv.ReportSpec(loss=True, norm=True, sketch=4, model=3, seed=5)
 METHOD = qv.DFedPGP(shared_epochs=2)
 
 
@@ -73,6 +73,11 @@ def test_what_is_told_of_the_first_round():
         for value, bit in zip(moved, bits, strict=True):
             expected[int(bit >> np.uint64(1)) % 4] += value if bit & np.uint64(1) else -value
         assert np.allclose(view.sketch[client, client], expected, rtol=1e-6, atol=1e-7)
+        reached = moved + task.initial_params(0).shared.double().numpy()
+        expected = np.zeros(3)
+        for value, bit in zip(reached, bits, strict=True):
+            expected[int(bit >> np.uint64(1)) % 3] += value if bit & np.uint64(1) else -value
+        assert np.allclose(view.model[client, client], expected, rtol=1e-6, atol=1e-7)
     links = PUSH(CLIENTS)(0).weights > 0
     assert (np.isfinite(view.values).all(axis=2) == links).all()
     across = links & ~np.eye(CLIENTS, dtype=bool)
@@ -95,7 +100,14 @@ def test_a_sketch_keeps_angles_on_average():
     assert np.std(found) < 2 / np.sqrt(32)
 
 
-@pytest.mark.parametrize("make", [bandit, lambda m: qv.participating(qv.loss_push(m, 2), 0.5)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        bandit,
+        lambda m: qv.participating(qv.loss_push(m, 2), 0.5),
+        lambda m: qv.similar_pull(m, 3, sketch=4),
+    ],
+)
 def test_resumed_equals_uninterrupted(make, tmp_path: Path):
     kept: list[Checkpoint] = []
     whole = simulate(METHOD, make(CLIENTS), rounds=6, checkpoint_every=2, checkpoint=kept.append)

@@ -122,8 +122,11 @@ def test_a_receivers_choice_is_refused() -> None:
     def pull(round: int, view: ReportView) -> Any:
         return qv.random_pull(clients=4, neighbors=1, seed=0)(round)
 
-    topology = qv.custom(pull, 4, reports=ReportSpec(loss=True))
-    with pytest.raises(QuiverError, match="in which senders choose"):
-        choose_message_split(qv.OSGP(), topology, 3)
-    with pytest.raises(QuiverError, match="in which senders choose"):
-        simulated(qv.OSGP(), topology, torch.float32, arithmetic="peers")
+    for topology in (
+        qv.custom(pull, 4, reports=ReportSpec(loss=True)),
+        qv.similar_pull(4, 1, seed=0),
+    ):
+        with pytest.raises(QuiverError, match="in which senders choose"):
+            choose_message_split(qv.OSGP(), topology, 3)
+        with pytest.raises(QuiverError, match="in which senders choose"):
+            simulated(qv.OSGP(), topology, torch.float32, arithmetic="peers")

@@ -47,6 +47,7 @@ RING = lambda m: qv.ring(clients=m)  # noqa: E731
 LOOKING = [
     lambda m: qv.bandit_push(m, 2, by="similarity", sketch=4, seed=0),
     lambda m: qv.participating(qv.loss_push(m, 2, seed=0), 0.5, seed=1),
+    lambda m: qv.similar_pull(m, 3, sketch=4, seed=0),
 ]
 CASES = [(method, graphs) for method, choices in METHODS for graphs in choices]
 CASES += [(qv.DFedPGP(shared_epochs=2), graphs) for graphs in LOOKING]

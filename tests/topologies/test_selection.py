@@ -20,6 +20,7 @@ from quiverfl.topologies import (
     make_topology,
     participating,
     random_push,
+    similar_pull,
     similar_push,
     unreliable,
 )
@@ -139,6 +140,56 @@ def test_by_similarity():
     assert found == [{1}, {0}, {3}, {2}]  # by angle, not by length
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    clients=st.integers(2, 12),
+    share=st.floats(0, 1),
+    drawn=st.floats(0, 1),
+    sharpness=st.floats(0, 50),
+    own=st.none() | st.floats(0.01, 0.99),
+    seed=st.integers(0, 2**40),
+)
+def test_who_pulls_by_similarity_averages_whatever_is_seen(
+    clients, share, drawn, sharpness, own, seed
+):
+    neighbors = 1 + int(share * (clients - 2))
+    options = {"sharpness": sharpness, "own": own, "explore": int(drawn * neighbors)}
+    topology = similar_pull(clients, neighbors, sketch=4, seed=seed, **options)
+    view = any_view(topology.reports, clients, np.random.default_rng(seed))
+    graph = topology(3, view)
+    assert graph.row_stochastic
+    links = graph.weights > 0
+    assert (links.sum(axis=1) <= neighbors + 1).all()
+    assert np.allclose(graph.weights.diagonal(), 1 / (neighbors + 1) if own is None else own)
+    again = pickle.loads(pickle.dumps(topology))(3, view)
+    assert np.array_equal(graph.weights, again.weights)
+    # Before anybody was told anything, all are alike.
+    first = topology(0).weights[~np.eye(clients, dtype=bool)]
+    assert np.allclose(first[first > 0], (1 - graph.weights[0, 0]) / neighbors)
+    assert (first > 0).sum() == clients * neighbors
+
+
+def test_weights_by_similarity_of_models():
+    """exp(σ cos), by hand; of two neighbours the most similar ones."""
+    spec = ReportSpec(model=2)
+    directions = np.array([[2, 0], [1, 1], [0, 3], [-1, 0]], dtype=np.float32)
+    ages = np.zeros((4, 4), dtype=np.int32)
+    view = ReportView(spec, np.repeat(directions[None], 4, axis=0), ages, ages)
+    weights = similar_pull(4, 3, sharpness=2.0, own=0.4, sketch=2)(1, view).weights
+    cosines = np.array([np.sqrt(0.5), 0.0, -1.0])  # of client 0 with 1, 2 and 3
+    expected = 0.6 * np.exp(2 * cosines) / np.exp(2 * cosines).sum()
+    assert np.allclose(weights[0], [0.4, *expected])
+    two = similar_pull(4, 2, sharpness=2.0, explore=0, sketch=2)(1, view).weights
+    expected = 2 / 3 * np.exp(2 * cosines[:2]) / np.exp(2 * cosines[:2]).sum()
+    assert np.allclose(two[0], [1 / 3, *expected, 0])
+    unknown = view.values.copy()
+    unknown[0, 3] = np.nan  # counts as the average of the others
+    some = ReportView(spec, unknown, ages, ages)
+    row = similar_pull(4, 3, sharpness=2.0, own=0.4, sketch=2)(1, some).weights[0]
+    filled = np.exp(2 * np.array([*cosines[:2], cosines[:2].mean()]))
+    assert np.allclose(row[1:], 0.6 * filled / filled.sum())
+
+
 def test_by_upper_confidence_bounds():
     rows = [[0.0, 1.0, 0.5, 0.0]] * 4
     sent = [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
@@ -255,6 +306,9 @@ def test_a_later_round_is_not_known_without_a_view():
         (lambda: bandit_push(6, 2, by="luck"), "by = 'luck'"),
         (lambda: bandit_push(6, 2, confidence=-1.0), "confidence = -1.0"),
         (lambda: loss_push(MOST_CLIENTS + 1, 2), "2,001 clients"),
+        (lambda: similar_pull(6, 2, sketch=1), "sketch = 1"),
+        (lambda: similar_pull(6, 2, own=0), r"own = 0: it must be in \(0, 1\]"),
+        (lambda: similar_pull(6, 2, sharpness=-1), "sharpness = -1"),
         (lambda: ReportSpec(), "nothing to report"),
     ],
 )

@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loss_push": {"neighbors": 2, "seed": 1},
     "similar_push": {"neighbors": 2, "sketch": 4, "seed": 1},
     "bandit_push": {"neighbors": 2, "seed": 1},
+    "similar_pull": {"neighbors": 2, "sketch": 4, "seed": 1},
 }
 """Every generator but the star, over which messages are not compressed."""
 

@@ -212,6 +212,7 @@ def time(
 def _describe_reports(spec: ReportSpec) -> str:
     contents = [name for name in ("loss", "norm") if getattr(spec, name)]
     contents += [f"sketch of {spec.sketch} numbers"] if spec.sketch else []
+    contents += [f"sketch of the model of {spec.model} numbers"] if spec.model else []
     return (
         f"Clients report: {', '.join(contents)} ({spec.bytes} bytes with every message). Shown "
         "for clients that always report the same; `quiver topology show FOLDER` has the graphs "

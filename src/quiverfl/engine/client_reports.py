@@ -53,29 +53,32 @@ class ReportExchange:
         return metrics["loss"]
 
     def _record_updates(self, before: Params, group: ClientGroup, state: Any) -> None:
-        """How far they came, and a sketch of where to."""
-        if not (self.spec.norm or self.spec.sketch):
+        """How far they came, a sketch of where to, and one of where they are."""
+        if not (self.spec.norm or self.spec.sketch or self.spec.model):
             return
-        updates = (self._personal(state).shared - before.shared).cpu().double().numpy()
+        models = self._personal(state).shared
+        updates = (models - before.shared).cpu().double().numpy()
         place = int(self.spec.loss)
         if self.spec.norm:
             self.outgoing[group.rows, place] = [np.sqrt(row @ row) for row in updates]
+            place += 1
         if self.spec.sketch:
-            # Row by row, each sum in the order of coordinates: the same wherever a client is.
-            self.outgoing[group.rows, place + int(self.spec.norm) :] = [
-                count_sketch(row, self._buckets, self._signs, self.spec.sketch) for row in updates
-            ]
+            columns = slice(place, place + self.spec.sketch)
+            self.outgoing[group.rows, columns] = self._sketch(updates, self.spec.sketch)
+        if self.spec.model:
+            columns = slice(self.spec.width - self.spec.model, None)
+            rows = models.cpu().double().numpy()
+            self.outgoing[group.rows, columns] = self._sketch(rows, self.spec.model)
+
+    def _sketch(self, rows: Floats, count: int) -> list[Floats]:
+        """Row by row, each sum in the order of coordinates: the same wherever a client is."""
+        buckets = ((self._hashes >> np.uint64(1)) % np.uint64(count)).astype(np.int64)
+        return [count_sketch(row, buckets, self._signs, count) for row in rows]
 
     @cached_property
     def _hashes(self) -> npt.NDArray[np.uint64]:
         size = self._context.task.shared_layout.size
         return key_hashes(self.spec.seed, "sketch", np.arange(size))
-
-    @cached_property
-    def _buckets(self) -> Integers:
-        return ((self._hashes >> np.uint64(1)) % np.uint64(max(1, self.spec.sketch))).astype(
-            np.int64
-        )
 
     @cached_property
     def _signs(self) -> Floats:

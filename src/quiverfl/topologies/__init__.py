@@ -9,7 +9,7 @@ from typing import Any
 
 from quiverfl.errors import QuiverError, say_leave_out, suggest
 from quiverfl.support.references import Registry, describe_origin, is_reference
-from quiverfl.topologies.adaptive import bandit_push, loss_push, similar_push
+from quiverfl.topologies.adaptive import bandit_push, loss_push, similar_pull, similar_push
 from quiverfl.topologies.analysis import TopologyReport, analyze_topology
 from quiverfl.topologies.balanced import balanced_push, base_graph, epidemic
 from quiverfl.topologies.fixed import (
@@ -60,6 +60,7 @@ __all__ = [
     "random_push",
     "random_regular",
     "ring",
+    "similar_pull",
     "similar_push",
     "star",
     "topology_options",
@@ -74,6 +75,7 @@ EXCHANGES: dict[str, Exchange] = {
     "epidemic": "pull",
     "loss_push": "push",
     "similar_push": "push",
+    "similar_pull": "pull",
     "bandit_push": "push",
 }
 """The exchange of these, whatever their weights; that of others follows from their matrix."""
@@ -100,6 +102,7 @@ _TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "full": full,
     "loss_push": loss_push,
     "similar_push": similar_push,
+    "similar_pull": similar_pull,
     "bandit_push": bandit_push,
 }
 TOPOLOGIES = Registry("topology", _TOPOLOGIES, own="module:function")

@@ -1,6 +1,6 @@
-"""Adaptive topologies: clients choose whom to push to by the reports they received.
+"""Adaptive topologies: clients choose whom to push to, or to pull from, by the reports they have.
 
-In all of them a client keeps 1/(n + 1) of its mass and gives as much to each of n others, so that
+In all that push a client keeps 1/(n + 1) of its mass and gives as much to each of n others, so that
 columns sum to 1 whatever is chosen, and Σμ and Σu are conserved. `explore` of the n others are not
 chosen but drawn: in every round all clients stand in a circle in random order, and everybody sends
 to those behind it. So no link is ever impossible, every round is strongly connected, and nobody is
@@ -23,7 +23,12 @@ import numpy as np
 
 from quiverfl.errors import QuiverError, suggest
 from quiverfl.seeds import Hashes, key_hashes
-from quiverfl.topologies.arguments import check_clients, check_neighbors, check_whole
+from quiverfl.topologies.arguments import (
+    check_clients,
+    check_fraction,
+    check_neighbors,
+    check_whole,
+)
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.reports import ReportSpec, ReportView, check_client_count
 from quiverfl.topologies.topology import Topology, build_graph
@@ -72,6 +77,37 @@ def similar_push(
     spec = _sketch_spec("similar_push", sketch, seed)
     rule = _PushRule("similar_push", neighbors, _similarities, explore, seed)
     return rule.topology(clients, spec, sketch=spec.sketch)
+
+
+def similar_pull(
+    clients: int,
+    neighbors: int,
+    sharpness: float = 10.0,
+    own: float | None = None,
+    explore: int = 1,
+    sketch: int = 32,
+    seed: int = 0,
+) -> Topology:
+    """Each client averages over those whose model is most similar to its own, by their sketches.
+
+    The attention of HeurFedAMP (Huang et al. 2021): a client weighs itself `own`, 1/(n + 1) unless
+    given, and n others in proportion to exp(sharpness · cosine) of what they share. Sketches travel
+    with the messages, so the cosines are those of the round before. With n = clients - 1 all are
+    mixed, as in the paper; with fewer, `explore` of them are drawn, so that nobody stays unknown.
+    """
+    clients = check_clients("similar_pull", clients)
+    neighbors = check_neighbors("similar_pull", neighbors, clients)
+    if not 0 <= sharpness < np.inf:
+        raise QuiverError(
+            f"similar_pull: sharpness = {sharpness}: it must be 0 or more, such as 10."
+        )
+    if own is not None:
+        own = check_fraction("similar_pull", "own", own, zero=False)
+    why = "a sketch of one number knows only signs"
+    spec = ReportSpec(model=check_whole("similar_pull", "sketch", sketch, 2, None, why), seed=seed)
+    rule = _PullRule("similar_pull", neighbors, _model_similarities, explore, seed, sharpness, own)
+    weight = {} if own is None else {"own": own}
+    return rule.topology(clients, spec, sharpness=sharpness, **weight, sketch=spec.model)
 
 
 def bandit_push(
@@ -125,11 +161,11 @@ class _PushRule:
         why = f"so many of the {self.neighbors} neighbours are drawn"
         explore = check_whole(self.name, "explore", self.explore, 0, self.neighbors, why)
         options = {"neighbors": self.neighbors, **options, "explore": explore, "seed": self.seed}
-        return Topology(self.name, clients, self.push, options, reports)
+        return Topology(self.name, clients, self.draw, options, reports)
 
-    def push(self, round: int, view: ReportView) -> Graph:
+    def draw(self, round: int, view: ReportView) -> Graph:
         clients, count = view.clients, self.neighbors
-        chosen = self._choose_receivers(_fill_unknown(self.score(view, round)), round)
+        chosen = self._choose_others(_fill_unknown(self.score(view, round)), round)
         senders, receivers = (ends.astype(np.int64) for ends in chosen.nonzero())
         everyone = np.arange(clients)
         return build_graph(
@@ -139,8 +175,8 @@ class _PushRule:
             np.full(clients * (count + 1), 1 / (count + 1)),
         )
 
-    def _choose_receivers(self, scores: Floats, round: int) -> Flags:
-        """[sender, receiver]: the next ones in the circle, then the best of the others."""
+    def _choose_others(self, scores: Floats, round: int) -> Flags:
+        """[who chooses, who is chosen]: the next in the circle, then the best of the others."""
         drawn = self._draw_circle(len(scores), round)
         taken = drawn | np.eye(len(scores), dtype=bool)
         ties = _hash_pairs(self.seed, self.name, round, len(scores))
@@ -154,6 +190,26 @@ class _PushRule:
         for step in range(1, self.explore + 1):
             drawn[circle, np.roll(circle, -step)] = True
         return drawn
+
+
+@dataclass(frozen=True)
+class _PullRule(_PushRule):
+    """Choose n senders in the same way, and weigh them by a softmax of their scores."""
+
+    sharpness: float
+    own: float | None
+
+    def draw(self, round: int, view: ReportView) -> Graph:
+        clients = view.clients
+        scores = _fill_unknown(self.score(view, round))
+        chosen = self._choose_others(scores, round)
+        logits = np.where(chosen, self.sharpness * scores, -np.inf)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        own = 1 / (self.neighbors + 1) if self.own is None else self.own
+        weights *= (1 - own) / weights.sum(axis=1, keepdims=True)
+        np.fill_diagonal(weights, own)
+        receivers, senders = (ends.astype(np.int64) for ends in weights.nonzero())
+        return build_graph(clients, receivers, senders, weights[receivers, senders])
 
 
 def _hash_pairs(seed: int, purpose: str, round: int, clients: int) -> Hashes:
@@ -191,8 +247,16 @@ def _candidate_losses(candidates: int, seed: int, view: ReportView, round: int) 
 
 
 def _similarities(view: ReportView, round: int) -> Floats:
-    sketches = view.sketch
-    everyone = np.arange(view.clients)
+    return _cosines(view.sketch)
+
+
+def _model_similarities(view: ReportView, round: int) -> Floats:
+    return _cosines(view.model)
+
+
+def _cosines(sketches: Floats) -> Floats:
+    """Of each client's own sketch with those it knows, [clients, clients]; NaN: unknown."""
+    everyone = np.arange(len(sketches))
     own = sketches[everyone, everyone]
     lengths = np.linalg.norm(sketches, axis=2) * np.linalg.norm(own, axis=1)[:, None]
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -49,7 +49,9 @@ def _constant_reports(spec: ReportSpec, clients: int) -> ReportValues:
     places = np.arange(spec.width)
     bits = key_hashes(spec.seed, "unchanging", np.arange(clients)[:, None], places)
     drawn = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return np.where(places < spec.width - spec.sketch, drawn, 2 * drawn - 1).astype(np.float32)
+    return np.where(places < spec.width - spec.sketch - spec.model, drawn, 2 * drawn - 1).astype(
+        np.float32
+    )
 
 
 PRODUCT_LIMIT = 500

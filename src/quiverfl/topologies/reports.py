@@ -44,25 +44,29 @@ class ReportSpec:
     norm    norm of its update: how far training moved its shared parameters
     sketch  count sketch of that update, of so many numbers: coordinates with random signs, added
             up in random buckets, which keeps inner products in expectation
+    model   the same of its shared parameters themselves, as training left them
     """
 
     loss: bool = False
     norm: bool = False
     sketch: int = 0
     seed: int = 0
-    """Seed of the sketch; all clients must use the same one."""
+    """Seed of the sketches; all clients must use the same one."""
+    model: int = 0
 
     def __post_init__(self) -> None:
-        check_whole(
-            "ReportSpec", "sketch", self.sketch, 0, None, "it is how many numbers a sketch has"
-        )
+        why = "it is how many numbers a sketch has"
+        check_whole("ReportSpec", "sketch", self.sketch, 0, None, why)
+        check_whole("ReportSpec", "model", self.model, 0, None, why)
         if not self.width:
-            raise QuiverError("ReportSpec: nothing to report; ask for loss, norm or sketch = 32.")
+            raise QuiverError(
+                "ReportSpec: nothing to report; ask for loss, norm, sketch = 32 or model = 32."
+            )
 
     @property
     def width(self) -> int:
         """Numbers in one report."""
-        return int(self.loss) + int(self.norm) + self.sketch
+        return int(self.loss) + int(self.norm) + self.sketch + self.model
 
     @property
     def bytes(self) -> int:
@@ -144,11 +148,18 @@ class ReportView:
     def sketch(self) -> Floats:
         """[clients, clients, numbers]: the sketch of its update that j reported to i."""
         first = int(self.spec.loss) + int(self.spec.norm)
-        return self._columns("sketch", self.spec.sketch > 0, slice(first, None))
+        columns = slice(first, first + self.spec.sketch)
+        return self._columns("sketch", self.spec.sketch > 0, columns)
+
+    @property
+    def model(self) -> Floats:
+        """[clients, clients, numbers]: the sketch of its shared parameters that j reported to i."""
+        first = self.spec.width - self.spec.model
+        return self._columns("model", self.spec.model > 0, slice(first, None))
 
     def _columns(self, name: str, is_reported: bool, columns: slice) -> Floats:
         if not is_reported:
-            option = "sketch=32" if name == "sketch" else f"{name}=True"
+            option = f"{name}=32" if name in ("sketch", "model") else f"{name}=True"
             raise QuiverError(
                 f"the view has no {name}: the topology did not ask for it; "
                 f"reports=ReportSpec({option})."

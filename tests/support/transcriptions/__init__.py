@@ -17,6 +17,7 @@ from transcriptions.dfedsgpsm import dfedsgpsm
 from transcriptions.dispfl import dispfl
 from transcriptions.ditto import ditto
 from transcriptions.fedala import fedala
+from transcriptions.fedamp import fedamp
 from transcriptions.fedas import fedas
 from transcriptions.fedavg import fedavg
 from transcriptions.fedbabu import fedbabu
@@ -50,6 +51,7 @@ __all__ = [
     "dispfl",
     "ditto",
     "fedala",
+    "fedamp",
     "fedas",
     "fedavg",
     "fedbabu",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import quiverfl as qv
+from transcriptions.fedamp import OWN, SHARPNESS
 from transcriptions.problem import CLIENTS, Case, HeadFirst
 
 
@@ -33,6 +34,16 @@ regular = partial(qv.random_regular, clients=CLIENTS, neighbors=3, seed=0)
 ring = partial(qv.ring, clients=CLIENTS)
 
 
+attention = partial(
+    qv.similar_pull,
+    clients=CLIENTS,
+    neighbors=CLIENTS - 1,
+    sharpness=SHARPNESS,
+    own=OWN,
+    sketch=2**16,  # so many buckets that no two numbers share one
+)
+
+
 def some_offline(topology: Any) -> Any:
     return lambda: qv.participating(topology(), fraction=0.6, seed=1)
 
@@ -42,6 +53,7 @@ ALTERNATING = {"personal_epochs": 2, "shared_epochs": 3}
 BABU = {"epochs": 2, "finetune_epochs": 2, "finetune_lr": 0.05}
 DITTO = {"epochs": 2, "personal_epochs": 3, "proximal": 0.75}
 SPARSE = {"epochs": 2, "prune_rate": 0.5}
+AMP = {"epochs": 2, "proximal": 0.5, "weighting": "uniform"}
 PROX = {"epochs": 2, "proximal": 0.5}
 MOON = {"epochs": 2, "contrast": 2.0, "temperature": 0.5}
 PROTO = {"epochs": 2, "proximal": 2.0}
@@ -222,6 +234,10 @@ CASES: dict[str, Case] = {
         personal="body",
         transcription="lgfedavg",
         **FULL,
+    ),
+    "FedAMP": Case("FedProx", AMP, attention, transcription="fedamp", tolerance=1e-6),
+    "FedAMP, full batch": Case(
+        "FedProx", AMP, attention, transcription="fedamp", tolerance=1e-6, **FULL
     ),
     "PushDIGing": Case("PushDIGing", {}, push, **TRACKED),
     "PushDIGing, full batch": Case("PushDIGing", {}, push, batch_size=None, **TRACKED),

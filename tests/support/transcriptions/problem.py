@@ -126,13 +126,12 @@ def product(case: Case, executor: str, rounds: int | None = None) -> qv.Run:
 
 
 def setting_of(case: Case) -> Setting:
-    topology = case.topology()
-    graphs = [topology(t) for t in range(case.rounds)]
+    graph = cache(case.topology())
     names = [name for name, _ in case.model().named_parameters()]
     return Setting(
         train=TRAIN,
-        weights=lambda t: graphs[t].weights,
-        active=lambda t: graphs[t].active,
+        weights=lambda t: graph(t).weights,
+        active=lambda t: graph(t).active,
         training=case.training,
         rounds=case.rounds,
         seed=SEED,

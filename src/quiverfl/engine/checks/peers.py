@@ -11,6 +11,7 @@ from quiverfl.engine.checks.method import check_graph
 from quiverfl.engine.exchange.fixed_point import receiver_weights
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
+from quiverfl.topologies.analysis import draw_first_graphs
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.reports import ReportView
 from quiverfl.topologies.topology import Topology, build_graph
@@ -25,9 +26,10 @@ def choose_message_split(method: Method, topology: Topology, rounds: int) -> Mes
     """How peers send this method's messages over this topology. Refuses what they cannot send."""
     check_peer_method(method)
     split: MessageSplit = "shares"
-    checked = range(count_checked_rounds(topology, rounds))
-    for round in checked:
-        graph = topology(round)
+    # A rule that has heard nothing may look like another: two rounds, with made-up reports.
+    adaptive = topology.reports is not None
+    graphs = draw_first_graphs(topology, 2 if adaptive else count_checked_rounds(topology, rounds))
+    for graph in graphs:
         if graph.hub:
             raise QuiverError(
                 f"topology {topology.name!r} has a server, and peers have none: use random_push, "
@@ -36,14 +38,14 @@ def choose_message_split(method: Method, topology: Topology, rounds: int) -> Mes
         check_graph(method, graph)
         if not graph.column_stochastic:
             split = "copies"
-    if topology.reports is not None and split == "copies":
+    if adaptive and split == "copies":
         raise QuiverError(
             f"topology {topology.name!r} is adaptive, and its columns do not sum to 1: a peer "
             "chooses whom to give shares of its message, and cannot know who would choose a copy "
             "of it. Use loss_push, similar_push, bandit_push or another in which senders choose."
         )
-    for round in checked:
-        check_message_split(split, topology(round), round)
+    for round, graph in enumerate(graphs):
+        check_message_split(split, graph, round)
     return split
 
 
