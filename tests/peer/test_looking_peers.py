@@ -124,7 +124,7 @@ def test_a_receivers_choice_is_refused() -> None:
 
     for topology in (
         qv.custom(pull, 4, reports=ReportSpec(loss=True)),
-        qv.similar_pull(4, 1, seed=0),
+        qv.similar_pull(4, 2, seed=0),
     ):
         with pytest.raises(QuiverError, match="in which senders choose"):
             choose_message_split(qv.OSGP(), topology, 3)
