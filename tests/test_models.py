@@ -38,6 +38,7 @@ def test_resnet18_gn_has_the_papers_parameters(classes: int, head: int) -> None:
         ("cnn_small", IMAGE, 117_866),
         ("fedavg_cnn", IMAGE, 878_538),
         ("resnet8_gn", IMAGE, 78_042),
+        ("resnet8_bn", IMAGE, 78_042),
     ],
 )
 def test_parameter_counts(name: str, shape: tuple[int, ...], parameters: int) -> None:

@@ -115,6 +115,9 @@ from quiverfl.methods import (
     FedBABU as FedBABU,
 )
 from quiverfl.methods import (
+    FedBN as FedBN,
+)
+from quiverfl.methods import (
     FedDBE as FedDBE,
 )
 from quiverfl.methods import (

@@ -201,6 +201,11 @@ class Task(ReprCard):
         named = dict(_running_statistics(self.skeleton))
         return self.statistics_layout.join({n: leaf.float() for n, leaf in named.items()})
 
+    @cached_property
+    def batch_norms(self) -> tuple[str, ...]:
+        """The names of all BatchNorm layers whose weights are trained."""
+        return _find_batch_norms(self.skeleton)
+
     def _is_personal(self, name: str) -> bool:
         return any(_is_below(name, prefix) for prefix in self.personal)
 
@@ -385,16 +390,23 @@ def _name_batch_norms(model: nn.Module, prefixes: tuple[str, ...]) -> tuple[str,
     """The prefixes with "batch_norm" replaced by the names of these layers."""
     if BATCH_NORM not in prefixes or BATCH_NORM in dict(model.named_modules()):
         return prefixes
-    kinds = nn.modules.batchnorm._BatchNorm
-    layers = tuple(
-        name for name, m in model.named_modules() if isinstance(m, kinds) and m.weight is not None
-    )
+    layers = _find_batch_norms(model)
     if not layers:
         raise QuiverError(
-            f"personal prefix {BATCH_NORM!r} names the parameters of BatchNorm layers, and the "
-            "model has none: name another part, such as 'head'."
+            f"personal prefix {BATCH_NORM!r} names the trained parameters of BatchNorm layers, and "
+            "the model has none: name another part, such as 'head'."
         )
     return (*(prefix for prefix in prefixes if prefix != BATCH_NORM), *layers)
+
+
+def _find_batch_norms(model: nn.Module) -> tuple[str, ...]:
+    """The names of the BatchNorm layers that have weights, and do not keep them as they are."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and any(p.requires_grad for p in module.parameters())
+    )
 
 
 def _check_layers(model: nn.Module) -> None:

@@ -60,6 +60,7 @@ METHODS: list[tuple[Any, list[Graphs]]] = [
     (qv.FedRoD(epochs=1), [STAR]),
     (qv.FedAS(epochs=1), [STAR, SOME]),
     (qv.ScaffoldP(epochs=2), [STAR, SOME]),
+    (qv.FedBN(epochs=2), [STAR]),
 ]
 """One row per method: a new method is a row here, and every law below is tried on it."""
 

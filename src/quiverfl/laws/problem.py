@@ -17,6 +17,7 @@ from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
+from quiverfl.methods.optional import split_task
 from quiverfl.methods.state import replicated_fields
 from quiverfl.runs.run import Run
 from quiverfl.runs.simulate import simulate
@@ -94,7 +95,8 @@ class Case:
         data = tiny_data() if clients is None else tiny_data().select(clients)
         settings = RunSettings(rounds=3, dtype=torch.float64)
         method = copy.deepcopy(self.method)
-        return Shard(tiny_task(), data, method, self.training, settings, clients=clients)
+        task = split_task(method, tiny_task())
+        return Shard(task, data, method, self.training, settings, clients=clients)
 
     def run(self, rounds: int = 3, **options: Any) -> Run:
         return simulate(

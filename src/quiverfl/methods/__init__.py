@@ -30,6 +30,7 @@ from quiverfl.methods.fedala import FedALA
 from quiverfl.methods.fedas import FedAS
 from quiverfl.methods.fedavg import FedAvg
 from quiverfl.methods.fedbabu import FedBABU
+from quiverfl.methods.fedbn import FedBN
 from quiverfl.methods.feddbe import FedDBE
 from quiverfl.methods.fedper import FedPer
 from quiverfl.methods.fedproto import FedProto
@@ -79,6 +80,7 @@ _METHODS: dict[str, Callable[..., Method]] = {
     "fedrod": FedRoD,
     "fedas": FedAS,
     "scaffoldp": ScaffoldP,
+    "fedbn": FedBN,
 }
 _ALIASES = {"dfedalt": "dfedavgmp", "fedalt": "fedrep", "fedsim": "fedper"}
 METHODS = Registry("method", _METHODS, own="module:Class", key="method.name", aliases=_ALIASES)
@@ -129,6 +131,7 @@ __all__ = [
     "FedAS",
     "FedAvg",
     "FedBABU",
+    "FedBN",
     "FedDBE",
     "FedPer",
     "FedProto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -23,6 +24,22 @@ class SizesMessages(Protocol):
     """A method whose messages take fewer bytes than their tensors, such as sparse ones."""
 
     def payload(self, message: Message) -> Tensor: ...
+
+
+@runtime_checkable
+class NamesPersonalPart(Protocol):
+    """A method that says itself which part of a model is personal, whatever the task says."""
+
+    def personal_part(self, task: Task) -> tuple[str, ...]:
+        """Prefixes of parameter names, as `Task.personal` has them."""
+
+
+def split_task(method: Method, task: Task) -> Task:
+    """The task with the personal part that the method names; itself where it names none."""
+    if not isinstance(method, NamesPersonalPart):
+        return task
+    part = method.personal_part(task)
+    return task if task.personal == part else replace(task, personal=part)
 
 
 def adaptation_phase(method: Method, task: Task) -> Train | None:

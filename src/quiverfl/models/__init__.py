@@ -14,7 +14,7 @@ from torch import nn
 from quiverfl.errors import QuiverError
 from quiverfl.models.networks import MLP, cnn_small, fedavg_cnn, lenet5
 from quiverfl.models.pretrained import pretrained
-from quiverfl.models.resnet import resnet8_gn, resnet18_gn
+from quiverfl.models.resnet import resnet8_bn, resnet8_gn, resnet18_gn
 from quiverfl.support.references import Registry, check_options, describe_origin
 
 ModelFactory = Callable[..., nn.Module]
@@ -25,6 +25,7 @@ _MODELS: dict[str, ModelFactory] = {
     "cnn_small": cnn_small,
     "fedavg_cnn": fedavg_cnn,
     "resnet8_gn": resnet8_gn,
+    "resnet8_bn": resnet8_bn,
     "resnet18_gn": resnet18_gn,
 }
 MODELS = Registry("model", _MODELS, own="module:function")

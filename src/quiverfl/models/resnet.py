@@ -1,4 +1,4 @@
-"""Residual networks for small images, with GroupNorm in place of BatchNorm.
+"""Residual networks for small images, with GroupNorm or with BatchNorm.
 
 He et al. 2016, the stem for 32×32: one 3×3 convolution of stride 1 and no max-pool. BatchNorm
 keeps running statistics, which belong to no client's parameters; GroupNorm (Wu & He 2018) is a
@@ -18,24 +18,33 @@ from quiverfl.models.compiled import GroupNorm, Kernels, check_kernels, has_hook
 from quiverfl.options import python_number
 
 
+def make_norm(
+    groups: int | None, channels: int, kernels: Kernels = "torch", relu: bool = True
+) -> nn.Module:
+    """GroupNorm, compiled with a ReLU behind it if `kernels` say so; BatchNorm without groups."""
+    if groups is None:
+        return nn.BatchNorm2d(channels)
+    if kernels == "compiled":
+        return GroupNorm(groups, channels, relu=relu)
+    return nn.GroupNorm(groups, channels)
+
+
 class Block(nn.Module):
     """Two 3×3 convolutions around a shortcut; the first one carries the stride."""
 
     def __init__(
-        self, inputs: int, outputs: int, stride: int, groups: int, kernels: Kernels = "torch"
+        self, inputs: int, outputs: int, stride: int, groups: int | None, kernels: Kernels = "torch"
     ) -> None:
         super().__init__()
-        compiled = kernels == "compiled"
-        norm = GroupNorm if compiled else nn.GroupNorm
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = norm(groups, outputs)
+        self.norm1 = make_norm(groups, outputs, kernels)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = norm(groups, outputs)
+        self.norm2 = make_norm(groups, outputs, kernels)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
                 nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False),
-                GroupNorm(groups, outputs, relu=False) if compiled else norm(groups, outputs),
+                make_norm(groups, outputs, kernels, relu=False),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,8 +64,11 @@ class Block(nn.Module):
         return self.shortcut(x), None
 
 
-class ResNetGN(nn.Module):
-    """Stem, stages of `blocks` blocks that halve the image from the second on, mean, classifier."""
+class ResNet(nn.Module):
+    """Stem, stages of `blocks` blocks that halve the image from the second on, mean, classifier.
+
+    With `groups` its layers are GroupNorm, without BatchNorm.
+    """
 
     def __init__(
         self,
@@ -64,7 +76,7 @@ class ResNetGN(nn.Module):
         classes: int,
         widths: Sequence[int],
         blocks: int,
-        groups: int,
+        groups: int | None,
         kernels: Kernels = "torch",
     ) -> None:
         super().__init__()
@@ -74,16 +86,13 @@ class ResNetGN(nn.Module):
                 f"a residual network needs images [channels, height, width], not inputs of shape "
                 f"{list(input_shape)}: use mlp, or reshape the data."
             )
-        if any(width % groups for width in widths):
+        if groups is not None and any(width % groups for width in widths):
             raise QuiverError(
                 f"model.groups = {groups} does not divide the channels {tuple(widths)}."
             )
         stem = nn.Conv2d(input_shape[0], widths[0], 3, padding=1, bias=False)
-        layers: list[nn.Module] = [stem]
-        if kernels == "compiled":
-            layers += [GroupNorm(groups, widths[0]), nn.Identity()]
-        else:
-            layers += [nn.GroupNorm(groups, widths[0]), nn.ReLU()]
+        after = nn.Identity() if kernels == "compiled" else nn.ReLU()
+        layers: list[nn.Module] = [stem, make_norm(groups, widths[0], kernels), after]
         inputs = widths[0]
         for stage, outputs in enumerate(widths):
             for block in range(blocks):
@@ -102,7 +111,12 @@ def resnet8_gn(
     input_shape: tuple[int, ...], classes: int, groups: int = 8, kernels: Kernels = "torch"
 ) -> nn.Module:
     """Three stages of one block, 16/32/64 channels."""
-    return ResNetGN(input_shape, classes, (16, 32, 64), 1, groups, kernels)
+    return ResNet(input_shape, classes, (16, 32, 64), 1, groups, kernels)
+
+
+def resnet8_bn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The same with BatchNorm, for FedBN and for comparisons of normalisations."""
+    return ResNet(input_shape, classes, (16, 32, 64), 1, groups=None)
 
 
 def resnet18_gn(
@@ -112,7 +126,7 @@ def resnet18_gn(
 
     11,168,832 parameters in the body and 513 per class in the head.
     """
-    return ResNetGN(input_shape, classes, (64, 128, 256, 512), 2, groups, kernels)
+    return ResNet(input_shape, classes, (64, 128, 256, 512), 2, groups, kernels)
 
 
 # BatchNorm → GroupNorm in one call.

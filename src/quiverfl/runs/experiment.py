@@ -25,7 +25,7 @@ from quiverfl.engine.history import Recorder, check_callbacks
 from quiverfl.errors import Interrupted, QuiverError, Stopped
 from quiverfl.methods import METHODS
 from quiverfl.methods.contract import Method
-from quiverfl.methods.optional import adaptation_phase
+from quiverfl.methods.optional import adaptation_phase, split_task
 from quiverfl.methods.push_sum import offers_step
 from quiverfl.models import MODELS, PRETRAINED, make_model
 from quiverfl.models.pretrained import hash_weights
@@ -441,7 +441,7 @@ def make_task(config: Config, dataset: Dataset, own: Sequence[int] | None = None
     models = {
         classes: partial(make_model, name, shape, classes, **options) for classes in set(own or ())
     }
-    return Task(
+    task = Task(
         model=lambda: make_model(name, shape, outputs, **options),
         own_models=tuple(models[classes] for classes in own or ()),
         personal=config.model.personal,
@@ -450,6 +450,7 @@ def make_task(config: Config, dataset: Dataset, own: Sequence[int] | None = None
         inputs=config.task.inputs,
         buffers=config.task.buffers,
     )
+    return split_task(make_method(config), task)
 
 
 def make_run_topology(config: Config, method: Method, clients: int) -> Topology:

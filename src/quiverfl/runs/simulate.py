@@ -38,6 +38,7 @@ from quiverfl.engine.shard import Shard
 from quiverfl.engine.unseen import UnseenClients, check_unseen
 from quiverfl.errors import CallbackFailed, Diverged, Interrupted, QuiverError, Stopped
 from quiverfl.methods.contract import Method
+from quiverfl.methods.optional import split_task
 from quiverfl.results.summary import CROWD, HUNDRED
 from quiverfl.runs.run import Run
 from quiverfl.task import Task
@@ -71,6 +72,10 @@ class Simulation:
     transforms: Transforms = PLAIN
     world: World | None = None
     timing: Timing | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.task, Task):  # or check() says what it is
+            object.__setattr__(self, "task", split_task(self.method, self.task))
 
     def check(self) -> None:
         """Refuse what cannot work together, before anything is computed or written."""

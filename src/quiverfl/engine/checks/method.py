@@ -34,6 +34,7 @@ from quiverfl.methods.contract import (
     SingleStep,
     Train,
 )
+from quiverfl.methods.optional import NamesPersonalPart
 from quiverfl.task import Task
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import GraphNeeds, Topology
@@ -108,6 +109,12 @@ def _warn_of_no_effect(task: Task, method: Method, settings: RunSettings) -> Non
         text = (
             f"{method.title} trains a personal part, and nothing in this model is personal: all of "
             "it is shared. Name a part, such as personal = head."
+        )
+        warnings.warn(text, QuiverWarning, stacklevel=4)
+    if isinstance(method, NamesPersonalPart) and not task.personal_layout.size:
+        text = (
+            f"{method.title} keeps a part of its own choice at a client, and this model has no "
+            "such part: all of it is shared, as FedAvg does it."
         )
         warnings.warn(text, QuiverWarning, stacklevel=4)
     if settings.rounds == 0:
@@ -188,7 +195,7 @@ def check_method_parts(method: Any) -> None:
 
 def _misspelt(method: Any) -> None:
     """A name that is nearly one the engine looks for would be passed over without a word."""
-    known = (*DECLARED, *FUNCTIONS, "adapt", "payload")
+    known = (*DECLARED, *FUNCTIONS, "adapt", "payload", "personal_part")
     fields = set(getattr(method, "__dataclass_fields__", ()))
     for name in {name for kind in type(method).__mro__ for name in vars(kind)}:
         if name.startswith("_") or name in known or name in fields:
