@@ -73,8 +73,9 @@ def simulate(method: Any, topology: Topology, **options: Any) -> qv.Run:
         "dtype": torch.float64,
         "threads": 1,
     }
+    task = normed_task() if method.name == "fedbn" else tiny_task()
     return qv.simulate(
-        tiny_task(), tiny_data(), method=method, topology=topology, **{**settings, **options}
+        task, tiny_data(), method=method, topology=topology, **{**settings, **options}
     )
 
 

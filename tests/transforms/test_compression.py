@@ -253,7 +253,7 @@ REFUSED = {
     "scaffoldp": "of which every client has the same copy",
     **dict.fromkeys(("fedavg", "fedper", "fedrep", "fedbabu", "ditto", "fedprox"), RATIO),
     **dict.fromkeys(("moon", "apfl", "pfedme", "perfedavg"), RATIO),
-    **dict.fromkeys(("fedala", "fedrod", "fedas"), RATIO),
+    **dict.fromkeys(("fedala", "fedrod", "fedas", "fedbn"), RATIO),
     "feddbe": "of which every client has the same copy",
 }
 STAR = "compression over a star"

@@ -25,8 +25,11 @@ NAME = ".lock"
 SECONDS_BETWEEN_TRIES = 0.1
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Errors of file systems without locks, such as some that clusters mount."""
+QUERY_LIMITED_INFORMATION, ACCESS_DENIED, STILL_ACTIVE = 0x1000, 5, 259
+"""Of Windows: what OpenProcess is asked for, and what it and GetExitCodeProcess answer."""
 
 if sys.platform == "win32":
+    import ctypes
     import msvcrt
 
     FAR = 1 << 30
@@ -41,6 +44,17 @@ if sys.platform == "win32":
                 return False
             raise
         return True
+
+    def is_alive(process: int) -> bool:
+        """Whether a process of this machine runs; os.kill would send it Ctrl-C, or end it."""
+        kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+        handle = kernel.OpenProcess(QUERY_LIMITED_INFORMATION, False, process)
+        if not handle:
+            return bool(ctypes.get_last_error() == ACCESS_DENIED)  # somebody else's
+        code = ctypes.c_ulong()
+        kernel.GetExitCodeProcess(handle, ctypes.byref(code))
+        kernel.CloseHandle(handle)
+        return code.value == STILL_ACTIVE
 else:
     import fcntl
 
@@ -49,6 +63,16 @@ else:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
+        return True
+
+    def is_alive(process: int) -> bool:
+        """Whether a process of this machine runs, perhaps somebody else's."""
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
         return True
 
 

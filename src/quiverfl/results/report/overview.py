@@ -6,7 +6,6 @@ Everything comes from their files. A run that is under way is never locked or di
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -137,13 +136,7 @@ def _is_written(folder: Path) -> bool:
         return False
     if host != socket.gethostname():
         return time.time() - _newest(folder) < SILENT_SECONDS
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's, and alive
-        return True
-    return True
+    return locks.is_alive(process)
 
 
 def _newest(folder: Path) -> float:
