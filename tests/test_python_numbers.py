@@ -74,7 +74,9 @@ def test_a_run_takes_them_and_is_the_same(name: str, tmp_path: Path) -> None:
         lambda i, f: qv.Ditto(epochs=i(2)),
         lambda i, f: qv.FedProx(proximal=f(0.5)),
         lambda i, f: qv.OSGP(delay=i(1)),
-        lambda i, f: qv.Training(lr=f(0.5), clip_norm=i(10), betas=(f(0.5), f(0.25))),
+        lambda i, f: qv.Training(
+            lr=f(0.5), clip_norm=i(10), betas=(f(0.5), f(0.25)), optimizer="adam"
+        ),
         lambda i, f: qv.RunSettings(rounds=i(3), chunk=i(2), epochs_per_client=[i(1), i(2)]),
     ],
 )

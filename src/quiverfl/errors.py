@@ -87,13 +87,13 @@ def say_leave_out(key: str) -> str:
     return f'Leave it out (`--set {key}=`; in a case of a sweep: without = ["{key}"]).'
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: object, known: Iterable[str]) -> str:
     """`did you mean …?` for an unknown word, with everything known behind it.
 
     It continues a sentence, after a semicolon or a colon. Small and capital letters are alike.
     """
     names = sorted(known)
     by_lower = {name.lower(): name for name in reversed(names)}
-    close = difflib.get_close_matches(word.lower(), sorted(by_lower), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(word).lower(), sorted(by_lower), n=1, cutoff=0.6)
     guess = f"did you mean {by_lower[close[0]]!r}? Known" if close else "known"
     return f"{guess} are {', '.join(names)}."

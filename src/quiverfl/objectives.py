@@ -9,7 +9,7 @@ Outputs are logits: a tensor, or a dictionary's "logits", or the first of a tupl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -109,9 +109,10 @@ def _check_same_shape(outputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor]:
     if predictions.ndim == targets.ndim + 1 and predictions.shape[-1] == 1:
         predictions = predictions.squeeze(-1)
     if predictions.shape != targets.shape:
+        labels = "" if targets.is_floating_point() else "; of class labels take cross_entropy"
         raise ValueError(
             f"outputs {list(predictions.shape)} and targets {list(targets.shape)} must have the "
-            "same shape"
+            f"same shape{labels}"
         )
     return predictions, targets.to(predictions.dtype)
 
@@ -239,6 +240,8 @@ def find_metrics(
     if metrics is None:
         metrics = USUAL_METRICS.get(loss, ("accuracy",)) if isinstance(loss, str) else ("accuracy",)
     if isinstance(metrics, str):
+        metrics = (metrics,)
+    if not isinstance(metrics, Mapping | Iterable):
         metrics = (metrics,)
     if not isinstance(metrics, Mapping):
         metrics = {str(name).rpartition(":")[2]: name for name in metrics}

@@ -23,6 +23,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _ALL = (1 << 64) - 1
+MOST_SEEDS = 100_000
+"""More would be a slip: each is a run of its own."""
 
 
 def check_seeds(seeds: Any) -> list[int]:
@@ -34,6 +36,7 @@ def check_seeds(seeds: Any) -> list[int]:
     elif isinstance(seeds, int) and not isinstance(seeds, bool):
         if seeds == 0:
             raise QuiverError('seeds = 0 is no seed at all: write [0], or "0-0", for the seed 0.')
+        _check_seed_count(seeds, seeds)
         listed = list(range(seeds))
     numbers = [python_number(number) for number in listed]
     if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
@@ -56,8 +59,17 @@ def _parse_seeds(text: str) -> list[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise QuiverError(f"seeds = {text!r}: {part} ends before it begins.")
+        _check_seed_count(text, last + 1 - first)
         numbers += range(first, last + 1)
     return numbers
+
+
+def _check_seed_count(seeds: object, count: int) -> None:
+    if count > MOST_SEEDS:
+        raise QuiverError(
+            f"seeds = {seeds!r}: {count:,} are more than the {MOST_SEEDS:,} that one command "
+            "takes; give fewer."
+        )
 
 
 def stream(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:

@@ -98,6 +98,12 @@ class Training:
         if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             raise QuiverError(f"training.betas = {self.betas!r}: give two numbers in [0, 1).")
         object.__setattr__(self, "betas", betas)
+        for name in ("betas", "epsilon"):
+            if self.optimizer == "sgd" and getattr(self, name) != getattr(Training, name):
+                raise QuiverError(
+                    f"training.{name} is Adam's, and training.optimizer = 'sgd' has no use for it: "
+                    'leave it out, or set optimizer = "adam".'
+                )
 
     def with_personal_lr(self) -> Training:
         """The same with personal_lr in place of lr."""
@@ -125,4 +131,5 @@ class Training:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)

@@ -184,3 +184,64 @@ def test_who_waits_for_whom_is_drawn_in_known_formats(here: Path) -> None:
     said = refused(here, "topology", "time", "--rounds", "2", "--picture", "x.txt")
     assert "a file name ending in .png, .svg, .pdf is needed" in said
     assert not (here / "x.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("report run --waits all", "--waits all: it goes with --devices FILE"),
+        ("report run --out page.pdf", "--out page.pdf: what is written is one HTML file"),
+        ("extend small.toml --rounds 3", "small.toml: not a run folder"),
+        ("extend run --rounds 1", "run has 1 round; give more"),
+        ("topology show ring --picture-round 3", "it goes with --picture FILE"),
+        ("check nosuch:X", "error: quiver check nosuch:X: 'nosuch:X': there is no module"),
+        ("check os:getcwd", "gives a str, which is no method"),
+        ("compare small.toml --seeds 0-99999999999", "than the 100,000 that one command takes"),
+        ("run small.toml --set adversary.share=1 --set adversary.name=noise", "all 6 clients"),
+        ("sweep small.toml", "docs/how-to/sweep.md"),
+    ],
+)
+def test_an_option_without_effect_or_end_is_refused(here: Path, command: str, words: str) -> None:
+    if " run " in f" {command.partition(' ')[2]} ":
+        assert quiver("run", "small.toml", "--out", "run", "--quiet", cwd=here).returncode == 0
+    assert words in refused(here, *command.split())
+    assert not (here / "page.pdf").exists()
+
+
+def test_a_message_has_a_size(here: Path) -> None:
+    done = quiver("topology", "show", "ring", "--message-bytes", "-1", cwd=here)
+    assert done.returncode == 2
+    assert "--message-bytes" in done.stderr
+
+
+def test_the_ending_of_a_picture_is_checked_before_anything_is_computed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import quiverfl.clock.waiting as waiting
+
+    monkeypatch.setattr(waiting, "compare_waiting", None)  # would end in a traceback
+    assert "a file name ending in" in refused(here, "topology", "time", "--picture", "x.bmp")
+
+
+def test_overrides_of_one_run_are_not_passed_over_in_silence(here: Path) -> None:
+    (here / "own.toml").write_text(CONFIG + "[overrides.dfedpgp.training]\nlr = 0.3\n")
+    for method, lines in (("dfedpgp", 1), ("fedavg", 0)):
+        options = ["--set", f"method.name={method}", "--set", "topology.neighbors="]
+        done = quiver("run", "own.toml", *options, "--out", method, "--quiet", cwd=here)
+        assert done.returncode == 0
+        assert done.stderr.count("\n") == lines, done.stderr
+        assert ("[overrides.dfedpgp] (training.lr) holds where methods" in done.stderr) == lines
+
+
+def test_a_finished_run_starts_no_ranks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import quiverfl.cli.run as run
+
+    assert quiver("run", "small.toml", "--out", "run", "--quiet", cwd=here).returncode == 0
+    monkeypatch.setattr(run, "start_ranks", None)  # would end in a traceback
+    done = quiver("resume", "run", "--ranks", "2", cwd=here)
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == ["run is finished already: nothing to resume."]
+
+
+def test_one_round_is_no_plural(here: Path) -> None:
+    assert "1 round\n" in quiver("run", "small.toml", "--dry-run", cwd=here).stdout

@@ -22,6 +22,7 @@ from quiverfl.topologies import (
     star,
 )
 from quiverfl.topologies.graph import DENSE_LIMIT, Graph
+from quiverfl.topologies.random import _switch_edges
 from quiverfl.topologies.topology import count_downloads, count_links, count_uploads
 
 SEEDS = st.integers(0, 2**40)
@@ -324,3 +325,33 @@ def test_participation_of_a_star_is_its_sampling():
         participating(star(10, 3), 0.5)
     with pytest.raises(QuiverError, match="kept_by = 'both'"):
         participating(ring(5), 0.5, kept_by="both")
+
+
+def test_a_switch_takes_the_first_ends_together_and_turned_edges_the_other_way():
+    edges, none = np.array([[0, 1], [2, 3]]), np.array([False, False])
+    assert _switch_edges(edges, none, 4).tolist() == [[0, 2], [1, 3]]
+    turned = _switch_edges(edges, np.array([True, False]), 4)
+    assert turned.tolist() == [[1, 2], [0, 3]]
+    # 0 – 2 is there already, so that nothing is switched.
+    three = np.array([[0, 1], [2, 3], [0, 2]])
+    assert _switch_edges(three, np.array([False] * 3), 4).tolist() == three.tolist()
+
+
+def test_drawn_regular_graphs_stay_what_they_are():
+    """Recorded runs are found again by their settings, so the same draw gives the same graph."""
+    graph = random_regular(8, 3, seed=1)(2)
+    first, second = np.nonzero(np.triu(graph.weights, 1))
+    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [
+        (0, 2),
+        (0, 3),
+        (0, 4),
+        (1, 3),
+        (1, 5),
+        (1, 7),
+        (2, 5),
+        (2, 6),
+        (3, 4),
+        (4, 7),
+        (5, 6),
+        (6, 7),
+    ]

@@ -177,7 +177,7 @@ def _describe_source(name: str, root: Path) -> dict[str, str]:
 @contextmanager
 def _progress() -> Iterator[ProgressReport]:
     """A bar for every file; on anything but a terminal one line each."""
-    console = Console(stderr=True)
+    console = Console(emoji=False, stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:

@@ -226,7 +226,7 @@ def _about_file(error: OSError, full: bool) -> str:
 def _print_error(what: str, error: object) -> None:
     if not is_first_on_machine():  # every rank of a machine would say the same
         return
-    console = Console(stderr=True, highlight=False)
+    console = Console(emoji=False, stderr=True, highlight=False)
     console.print(f"[red]{what}:[/red] {escape(str(error))}", soft_wrap=True)
 
 

@@ -149,7 +149,7 @@ def status(folder: Folder, json_: AsJson = False) -> None:
     table = Table(show_header=False)
     for key, value in format_status(status):
         table.add_row(key, Text(value))
-    Console().print(table)
+    Console(emoji=False).print(table)
 
 
 @app.command("leave")
@@ -406,7 +406,9 @@ def _is_about_disk(problem: BaseException | None) -> bool:
 
 
 def _exit(code: int, sentence: str) -> None:
-    Console(stderr=True, highlight=False).print(f"[red]error:[/red] {sentence}", soft_wrap=True)
+    Console(emoji=False, stderr=True, highlight=False).print(
+        f"[red]error:[/red] {sentence}", soft_wrap=True
+    )
     raise typer.Exit(code)
 
 

@@ -101,7 +101,7 @@ class Demo:
 
 def run_demo(root: Path, folders: Mapping[str, PeerFolder], kills: int) -> bool:
     """Run the whole demo on a swarm below a folder. Returns whether the audit passed."""
-    console = Console()
+    console = Console(emoji=False)
     demo = Demo(folders)
     started = time.monotonic()
     try:

@@ -48,7 +48,10 @@ def print_findings(folder: Path, timeout: float, as_json: bool) -> bool:
 
 def _print_table(findings: list[Finding]) -> None:
     """Print a line for each finding, and its remedy below."""
-    console, width = Console(highlight=False), max(len(finding.about) for finding in findings)
+    console, width = (
+        Console(emoji=False, highlight=False),
+        max(len(finding.about) for finding in findings),
+    )
     for finding in findings:
         line = Text(f"{finding.level:9}", style=COLOURS[finding.level])
         line.append(f" {finding.about:{width}}  {finding.text}", style="default")
@@ -128,7 +131,7 @@ def _make_row(peer: PeerReading) -> Iterator[str | Text]:
 
 
 def watch_in_terminal(client: MetricsClient, every: float, once: bool) -> None:
-    console = Console()
+    console = Console(emoji=False)
     if once:
         console.print(show_peers(client.read()))
         return

@@ -41,8 +41,9 @@ def report(
         typer.Option(help="A TOML file with [devices] and [network]: give the runs their times."),
     ] = None,
     waits: Annotated[
-        str, typer.Option(help='With --devices: who is waited for, "graph" or "all".')
-    ] = "graph",
+        str | None,
+        typer.Option(help='With --devices: who is waited for, "graph" (unless given) or "all".'),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     *,
     files: ResultOptions,
@@ -59,8 +60,12 @@ def report(
         require_package("tensorboard", "--tensorboard")
         refuse_foreign(tensorboard, _holds_events, "choose another --tensorboard")
     written = files.files()
+    if waits is not None and devices is None:
+        raise QuiverError(f"--waits {waits}: it goes with --devices FILE, which gives the times.")
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise QuiverError(f"--out {out}: what is written is one HTML file; let it end in .html.")
     page = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    prepare = None if devices is None else _retiming(devices, waits)
+    prepare = None if devices is None else _retiming(devices, waits or "graph")
     groups = write_report(folders, page, stage.value, prepare=prepare)
     write_results(groups, written, stage.value)
     if tensorboard is not None:
@@ -69,7 +74,7 @@ def report(
         document = {"report": str(page), "rows": _rows(groups), "differences": _differences(groups)}
         print(json.dumps(document))
         return
-    console = Console()
+    console = Console(emoji=False)
     print_comparison(console, groups, stage.value)
     print_differences(console, groups, stage.value)
     console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)

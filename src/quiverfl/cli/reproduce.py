@@ -168,7 +168,7 @@ def _write(
     if as_json:
         print(json.dumps({"folder": str(folder), "files": files}))
         return
-    console = Console(highlight=False)
+    console = Console(emoji=False, highlight=False)
     print_tables(console, tables)
     console.print(f"written: {folder}", markup=False, soft_wrap=True)
 
@@ -205,7 +205,10 @@ def theory(
     )
     from quiverfl.results.formatting import format_rich
 
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = (
+        Console(emoji=False, highlight=False),
+        Console(emoji=False, stderr=True, highlight=False),
+    )
 
     def announce(text: str) -> None:
         if not as_json:

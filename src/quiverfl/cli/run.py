@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from quiverfl.cli.options import Quiet, ResultOptions, expand_options, parse_seeds
 from quiverfl.distributed.processes import is_first_on_machine, own_rank, world_size
-from quiverfl.errors import CannotWrite, Diverged, QuiverError, Stopped
+from quiverfl.errors import CannotWrite, Diverged, QuiverError, QuiverWarning, Stopped
 from quiverfl.methods import METHODS, Method, method_title
 from quiverfl.results.formatting import format_bytes, make_file_name
 from quiverfl.runs.config import Config, parse_config
@@ -88,7 +89,8 @@ def print_memory_needed(settings: Config, ranks: int) -> None:
     where = f"each of {ranks} ranks" if ranks > 1 else "one process"
     print(
         f"{needs.clients} clients with {format_bytes(needs.state)} of state each, "
-        f"{format_bytes(needs.examples.sum())} of examples, {settings.run.rounds} rounds"
+        f"{format_bytes(needs.examples.sum())} of examples, "
+        f"{settings.run.rounds} round{'s' * (settings.run.rounds != 1)}"
     )
     print(
         f"{where}: about {format_bytes(needs.memory(ranks))} of memory, "
@@ -148,6 +150,7 @@ def run(
         require_package("tensorboard", "--tensorboard")
     chosen = [*(set_ or ()), *(["track.tensorboard=true"] if tensorboard else [])]
     settings = load_config(config, chosen)
+    _warn_of_overrides(settings)
     check_rank_count(count, settings.data.clients, restarts)
     if dry_run:
         print_memory_needed(settings, count or 1)
@@ -161,6 +164,19 @@ def run(
     if world_size() == 1:
         _refuse_unfinished(folder)
     run_and_print(settings, folder, quiet, json_)
+
+
+def _warn_of_overrides(settings: Config) -> None:
+    """What a file says of one method where several are compared is not what one run does."""
+    name = settings.method.name
+    sections = settings.overrides.get(name, {})
+    keys = [f"{section}.{key}" for section, values in sections.items() for key in values]
+    if keys:
+        text = (
+            f"[overrides.{name}] ({', '.join(keys)}) holds where methods are compared and changes "
+            "nothing here: use `quiver compare`, or write the keys into their sections."
+        )
+        warnings.warn(text, QuiverWarning, stacklevel=2)
 
 
 def resume(
@@ -179,9 +195,9 @@ def resume(
         return
     settings = existing.config()
     if existing.is_finished() and not (quiet or json_):
-        Console(stderr=True).print(f"{folder} is finished already: nothing to resume.")
+        Console(emoji=False, stderr=True).print(f"{folder} is finished already: nothing to resume.")
     check_rank_count(count, settings.data.clients, restarts)
-    if count is not None and count > 1:
+    if count is not None and count > 1 and not existing.is_finished():
         start_ranks(count, ["resume", str(folder), *_output_flags(quiet, json_)], restarts)
     run_and_print(settings, folder, quiet, json_, continues=True)
 
@@ -233,8 +249,8 @@ def compare(
     if json_:
         print(json.dumps(summaries))
     else:
-        print_comparison(Console(), groups)
-        Console().print(f"report: [bold]{page}[/bold]", soft_wrap=True)
+        print_comparison(Console(emoji=False), groups)
+        Console(emoji=False).print(f"report: [bold]{page}[/bold]", soft_wrap=True)
     for error in diverged.values():
         raise error
 
@@ -260,7 +276,7 @@ def methods(json_: AsJson = False) -> None:
     for row in rows:
         options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
         table.add_row(row["name"], row["summary"], row["topology"], options)
-    Console().print(table)
+    Console(emoji=False).print(table)
 
 
 def _output_flags(quiet: bool, json_: bool) -> list[str]:
@@ -285,7 +301,7 @@ def run_and_print(
     if json_:
         print(json.dumps(summary))
         return
-    console = Console()
+    console = Console(emoji=False)
     unseen = summary.get("unseen", {}).get("stages", {})
     for stage, reports in {**summary["stages"], **unseen}.items():
         last = reports["last"]
@@ -354,7 +370,7 @@ def _explain_how_to_continue(how_to_continue: Callable[[], str]) -> Iterator[Sto
 def _print_error(words: str) -> None:
     if not is_first_on_machine():
         return
-    Console(stderr=True, highlight=False).print(escape(words), soft_wrap=True)
+    Console(emoji=False, stderr=True, highlight=False).print(escape(words), soft_wrap=True)
 
 
 def _refuse_unfinished(folder: Path) -> None:

@@ -44,7 +44,7 @@ def ls(
         table.add_column(title, justify="right", no_wrap=True)
     for one in runs:
         table.add_row(*_make_row(one))
-    console = Console(highlight=False)
+    console = Console(emoji=False, highlight=False)
     console.print(table)
     for one in runs:
         if one.error:
@@ -87,7 +87,7 @@ def show(
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, text in _describe(one).items():
         table.add_row(Text(name, style="dim"), Text(text, overflow="fold"))
-    Console(highlight=False).print(table)
+    Console(emoji=False, highlight=False).print(table)
 
 
 def _describe(one: RunState) -> dict[str, str]:

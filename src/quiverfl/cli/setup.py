@@ -54,7 +54,7 @@ def doctor(
     """
     pass
 
-    status = Console(stderr=True, highlight=False)
+    status = Console(emoji=False, stderr=True, highlight=False)
     findings = []
     with status.status("examining …") as shown:
         for finding in examine_device(device):
@@ -66,7 +66,7 @@ def doctor(
         table = Table("part", "what", "measured", "expected", "verdict", box=None, pad_edge=False)
         for finding in findings:
             table.add_row(*dataclasses.astuple(finding))
-        Console(highlight=False).print(table)
+        Console(emoji=False, highlight=False).print(table)
     if any(finding.verdict in ("failed", "differs") for finding in findings):
         raise typer.Exit(1)
 
@@ -125,7 +125,7 @@ def check(
     from quiverfl.laws.check import LAWS, check_method
 
     made = _method(method, set_ or ())
-    status = Console(stderr=True, highlight=False)
+    status = Console(emoji=False, stderr=True, highlight=False)
     with status.status(f"trying {len(LAWS)} laws …") as shown:
         check = check_method(
             made, skip or (), lambda one: shown.update(f"law {one.number}: {one.verdict}")
@@ -136,7 +136,7 @@ def check(
         table = Table("", "law", "verdict", "on", box=None, pad_edge=False)
         for one in check.verdicts:
             table.add_row(str(one.number), one.law, one.verdict, ", ".join(one.graphs))
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = Console(emoji=False, highlight=False, markup=False, soft_wrap=True)
         console.print(table, soft_wrap=False)
         console.print(f"\n{check}")
     if not check.lawful:
@@ -158,7 +158,7 @@ def _method(name: str, settings: Iterable[str]) -> Method:
         if "." in key or key == "name":
             raise QuiverError(f"--set {key!r}: it must be one of the options of the method.")
         options[key] = parse_toml_value(value.strip())
-    return make_method(parse_config({"method": {"name": name, **options}}, "--set"))
+    return make_method(parse_config({"method": {"name": name, **options}}, f"quiver check {name}"))
 
 
 # Does a device compute what the CPU computes, how fast, and in how much memory?

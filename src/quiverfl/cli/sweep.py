@@ -74,7 +74,7 @@ class ConsoleReporter(SweepReporter):
 
     def __init__(self, quiet: bool) -> None:
         super().__init__(progress=not quiet)
-        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+        self._console = Console(emoji=False, stderr=True, highlight=False, quiet=quiet)
         self._printed: set[str] = set()
 
     def report_pending(self, cells: Sequence[Cell], pending: int, absent: Reasons) -> None:
@@ -123,7 +123,9 @@ def run_with_progress(
     try:
         run_cells(cells, folder, executor, reporter, dry_run, estimate, retry, until)
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command resumes from the checkpoints.")
+        Console(emoji=False, stderr=True).print(
+            "interrupted; the same command resumes from the checkpoints."
+        )
         raise
     if executor.submission:
         raise typer.Exit
@@ -134,7 +136,7 @@ def exit_unless_finished(cells: Sequence[Cell], folder: SweepFolder) -> None:
     failed = [cell for cell in cells if folder.state(cell) != "finished"]
     if not failed:
         return
-    console = Console(stderr=True, highlight=False)
+    console = Console(emoji=False, stderr=True, highlight=False)
     for cell in failed:
         reason = folder.message(cell) or "not run"
         text = f"not finished: {describe_cell(cell)}. {reason}"
@@ -159,7 +161,7 @@ def _write_reports(cells: Sequence[Cell], folder: SweepFolder, out: Path, quiet:
     from quiverfl.results.scores import compare_groups
     from quiverfl.results.tables import print_comparison
 
-    console = Console(quiet=quiet, highlight=False)
+    console = Console(emoji=False, quiet=quiet, highlight=False)
     for case in dict.fromkeys(cell.case for cell in cells):
         of_case = [cell for cell in cells if cell.case == case]
         # What diverged is shown as such; the report says it of whatever has not finished, too.

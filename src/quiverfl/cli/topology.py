@@ -97,12 +97,17 @@ def show(
         typer.Option(min=1, help="Say whether any so many consecutive rounds are connected."),
     ] = None,
     message_bytes: Annotated[
-        int, typer.Option(help="Bytes of one message; the default is the paper's ResNet-18 body.")
+        int,
+        typer.Option(
+            min=1, help="Bytes of one message; the default is the paper's ResNet-18 body."
+        ),
     ] = PAPER_MESSAGE_BYTES,
     picture: Annotated[
         Path | None, typer.Option(help="Draw a round into this file: .png, .svg or .pdf.")
     ] = None,
-    picture_round: Annotated[int, typer.Option(min=1, help="The round to draw.")] = 1,
+    picture_round: Annotated[
+        int | None, typer.Option(min=1, help="With --picture: the round to draw, 1 unless given.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds.
@@ -110,8 +115,11 @@ def show(
     The graphs of an adaptive topology depend on the run: given the folder of one, this shows those
     it recorded; given its name, those of clients that always tell the same.
     """
+    if picture_round is not None and picture is None:
+        raise QuiverError(f"--picture-round {picture_round}: it goes with --picture FILE.")
+    drawn = picture_round or 1
     if is_run(Path(name)):
-        _show_recorded(Path(name), window or CONNECTIVITY_WINDOW, picture, picture_round, as_json)
+        _show_recorded(Path(name), window or CONNECTIVITY_WINDOW, picture, drawn, as_json)
         return
     given: dict[str, Any] = {
         "neighbors": neighbors,
@@ -126,7 +134,7 @@ def show(
     options |= dict(map(_option, set_ or ()))
     topology = make_topology(name, clients, **options)
     if picture is not None:
-        _draw(topology, picture_round, picture)
+        _draw(topology, drawn, picture)
     report = analyze_topology(topology, rounds, message_bytes)
     watched = None
     if window is not None or topology.reports is not None:
@@ -179,8 +187,11 @@ def time(
         read_sections,
     )
     from quiverfl.clock.waiting import compare_waiting, draw_waiting
+    from quiverfl.results.pictures import choose_format
     from quiverfl.runs.config_files import read_toml
 
+    if picture is not None:
+        choose_format(picture)
     if neighbors >= clients:
         raise QuiverError(f"--neighbors {neighbors}: there are {clients} clients; give fewer.")
     sections = (
@@ -412,4 +423,4 @@ def _bytes(count: float) -> str:
 
 
 def _print(what: Table | str) -> None:
-    Console(highlight=False).print(what)
+    Console(emoji=False, highlight=False).print(what)

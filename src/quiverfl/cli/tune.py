@@ -69,7 +69,7 @@ def tune(
     if as_json:
         print(json.dumps([_tuned_to_json(method) for method in tuned]))
     else:
-        console = Console(highlight=False)
+        console = Console(emoji=False, highlight=False)
         console.print(_grid_table(tuned, stage.value))
         if len({len(method.tries) for method in tuned}) > 1:
             console.print("The methods had different numbers of tries.", style="bold")
@@ -106,7 +106,7 @@ def run_race(
         budget = {"runs": runs, "rounds": rounds, "rounds_of_the_whole_grid": all_rounds}
         print(json.dumps({"contests": [_ranked_to_json(*one) for one in ranked], "budget": budget}))
     else:
-        console = Console(highlight=False)
+        console = Console(emoji=False, highlight=False)
         console.print(_race_table(ranked, stage))
         for line in describe_choices(ranked):
             console.print(line, markup=False, soft_wrap=True)

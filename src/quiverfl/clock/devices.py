@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, suggest
 from quiverfl.options import refuse_old_names
 from quiverfl.seeds import stream
 from quiverfl.types import Floats, Integers
 
 MICROSECONDS = 1_000_000
 NEVER = 1 << 62
+MOST_SECONDS = 1_000_000
+"""Of a local step, or of a message's way; beyond it whole microseconds would run over."""
 TURNS = 64
 """Times that a client comes and goes before a drawn trace repeats."""
 
@@ -111,7 +113,15 @@ class Devices:
     traces: tuple[Trace, ...] = ()
 
     def __post_init__(self) -> None:
-        given = {name: np.asarray(getattr(self, name), dtype=np.float64) for name in _PER_CLIENT}
+        given = {name: self._read_numbers(name) for name in _PER_CLIENT}
+        for name in ("latency", "server", "joules_per_mb"):
+            self._read_numbers(name)
+        for trace in self.traces:
+            if not isinstance(trace, Trace):
+                raise QuiverError(
+                    f"devices.traces holds {trace!r}: give a Trace for each client, such as "
+                    "Trace.of([[0, 60]], 3600, 'client 0')."
+                )
         clients = max(len(self.traces), *(array.size for array in given.values()))
         for name, array in given.items():
             if array.ndim > 1 or array.size not in (1, clients):
@@ -122,13 +132,24 @@ class Devices:
             object.__setattr__(self, name, np.broadcast_to(array.reshape(-1), (clients,)).copy())
         for name in ("step", "up", "down", "server"):
             self._check(name, "it must be above 0 for every client", lambda x: x > 0)
-        self._check("step", "it must be finite", np.isfinite)
+        for name in ("step", "latency"):
+            words = f"it must be at most {MOST_SECONDS:,} seconds"
+            self._check(name, words, lambda x: x <= MOST_SECONDS)
         for name in ("watts", "idle_watts", "latency", "joules_per_mb"):
             self._check(name, "it must be 0 or more", lambda x: (x >= 0) & np.isfinite(x))
         if self.traces and len(self.traces) != clients:
             raise QuiverError(
                 f"{len(self.traces)} traces for {clients} clients: give one for each."
             )
+
+    def _read_numbers(self, name: str) -> Floats:
+        value = getattr(self, name)
+        try:
+            return np.asarray(value, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise QuiverError(
+                f"devices.{name} = {value!r}: it must be a number, or one for each client."
+            ) from None
 
     def _check(self, name: str, words: str, good: Any) -> None:
         values = np.atleast_1d(np.asarray(getattr(self, name), dtype=np.float64))
@@ -183,6 +204,22 @@ class Devices:
         Clients are away for the fraction `away` of the time, and there for `mean_on` seconds on
         average.
         """
+        for name, value, least in (
+            ("clients", clients, 1),
+            ("spread", spread, 1),
+            ("link_spread", link_spread, 1),
+            ("sigma", 0 if sigma is None else sigma, 0),
+        ):
+            if not (isinstance(value, int | float | np.number) and value >= least):
+                raise QuiverError(
+                    f"Devices.draw: {name} = {value!r}: it must be a number, {least} or more."
+                )
+        for name, value in (("step", step), ("up", up), ("down", up if down is None else down)):
+            if not isinstance(value, int | float | np.number):
+                raise QuiverError(f"Devices.draw: {name} = {value!r}: it must be a number.")
+        for name in others:
+            if name not in OTHERS:
+                raise QuiverError(f"Devices.draw has no option {name!r}; {suggest(name, OTHERS)}")
         draw = stream(seed, "devices")
         places = (draw.permutation(clients) + 0.5) / clients
         slow = spread**-places if sigma is None else np.exp(sigma * draw.normal(size=clients))
@@ -193,6 +230,8 @@ class Devices:
 
 
 _PER_CLIENT = ("step", "up", "down", "watts", "idle_watts")
+OTHERS = ("latency", "server", "watts", "idle_watts", "joules_per_mb")
+"""What `drawn` takes as it is."""
 ALWAYS = Trace()
 
 

@@ -98,6 +98,8 @@ def _parse(path: Path, content: bytes) -> Any:
         return _PlainUnpickler(content, path).load()
     try:
         return json.loads(content)
+    except RecursionError:
+        raise QuiverError(f"{path}: its lists are too deep in one another.") from None
     except ValueError as error:
         raise QuiverError(f"{path}: neither JSON nor a pickle of FedScale's: {error}.") from error
 
@@ -125,8 +127,11 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _read_csv(path: Path, content: bytes, clients: int) -> Columns:
-    rows = list(csv.DictReader(io.StringIO(content.decode("utf-8-sig", errors="replace"))))
-    header = list(rows[0]) if rows else []
+    reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig", errors="replace"), newline=""))
+    try:
+        header, rows = list(reader.fieldnames or ()), list(reader)
+    except csv.Error as error:
+        raise QuiverError(f"{path}: not a table as text: {error}.") from error
     missing = [name for name in ("client", *REQUIRED) if name not in header]
     unknown = [name for name in header if name not in ("client", *COLUMNS)]
     if missing or unknown:
@@ -135,15 +140,25 @@ def _read_csv(path: Path, content: bytes, clients: int) -> Columns:
     columns: Columns = {}
     for name in ("client", *COLUMNS):
         if name in header:
-            columns[name] = np.array([_number(row[name], f"{path}: {name}") for row in rows])
+            columns[name] = np.array([_read_cell(path, row, name, k) for k, row in enumerate(rows)])
     order = columns.pop("client").tolist()
-    if sorted(order) != list(range(clients)):
-        raise QuiverError(
-            f"{path}: {len(rows)} devices for {clients} clients: give one row for each client, "
-            f"0 to {clients - 1}."
-        )
+    wanted = f"give one row for each client, 0 to {clients - 1}"
+    if len(rows) != clients:
+        raise QuiverError(f"{path}: {len(rows)} devices for {clients} clients: {wanted}.")
+    for place, client in enumerate(order):
+        if client not in range(clients) or client in order[:place]:
+            why = "there is no such client" if client not in range(clients) else "it is there twice"
+            raise QuiverError(f"{path}: row {place + 1}: client {client:g}: {why}; {wanted}.")
     places = np.argsort(order)
     return {name: column[places] for name, column in columns.items()}
+
+
+def _read_cell(path: Path, row: Mapping[str, Any], column: str, place: int) -> float:
+    """The number in a column of a row; one that is too short has fewer cells."""
+    where = f"{path}: row {place + 1}: {column}"
+    if row[column] is None:
+        raise QuiverError(f"{where}: there is no value; every row needs one in every column.")
+    return _number(row[column], where)
 
 
 def _read_row(row: Any, path: Path, batch_size: int | None, step: float) -> dict[str, float]:

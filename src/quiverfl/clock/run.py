@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from quiverfl.engine.history import Clock, Recorder
 from quiverfl.engine.local.trainer import count_gradients, phase_settings
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Method, SingleStep, Train
 from quiverfl.task import Task
 from quiverfl.topologies.analysis import graph_from_text
@@ -72,6 +73,7 @@ def make_player(
         schedule = Pairs(devices, steps, payload, shard.context.seed)
     else:
         schedule = Push(devices, steps, payload, topology)
+    _warn_of_nothing(timing, schedule.first_end, schedule.fastest_message)
     return Player(shard, schedule, together)
 
 
@@ -85,6 +87,24 @@ def _check_jobs(timing: Timing, work: Integers) -> None:
             f"{len(times)} evaluations; {MOST_JOBS:,} is the most. Give fewer seconds, slower "
             "devices (devices.step), or a smaller clock.evaluate_every."
         )
+
+
+def _warn_of_nothing(timing: Timing, first_end: int, fastest_message: int) -> None:
+    """Say where a run ends before anybody has trained, or before any message has arrived."""
+    assert timing.clock.until is not None
+    until = microseconds(timing.clock.until)
+    words = {
+        "no local round ends before that, so nobody trains": first_end,
+        "no message arrives before that, so everybody trains alone": first_end + fastest_message,
+    }
+    for what, earliest in words.items():
+        if earliest > until:
+            text = (
+                f"clock.until = {timing.clock.until:g}: {what}. Give more seconds, or faster "
+                "devices and links."
+            )
+            warnings.warn(text, QuiverWarning, stacklevel=3)
+            return
 
 
 def run_events(

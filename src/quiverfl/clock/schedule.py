@@ -72,6 +72,17 @@ class Schedule:
         for client in range(clients):
             self._begin(client, 0, 0, UNIT, [])
 
+    @property
+    def first_end(self) -> int:
+        """When the first of the running jobs ends."""
+        return int(self._ends[0][0])
+
+    @property
+    def fastest_message(self) -> int:
+        """The least that any message takes."""
+        into = min(size * pace for size, pace in zip(self._payload, self._in, strict=True))
+        return int(self._late + max(min(self._out), into))
+
     def jobs_until(self, t: int) -> list[Job]:
         """The jobs that end up to and including t, after those that were asked for before."""
         with _without_collector():

@@ -61,6 +61,24 @@ class DeviceSettings:
             )
         if self.away and self.traces is not None:
             raise QuiverError("devices.away and devices.traces: give one of them.")
+        if self.mean_on != DeviceSettings.mean_on and not self.away:
+            raise QuiverError(
+                f"devices.mean_on = {self.mean_on:g} without devices.away: nobody is ever away; "
+                "say which share of the time clients are."
+            )
+        self._check_file()
+
+    def _check_file(self) -> None:
+        """Refuse what a file of devices says itself."""
+        if self.file is None:
+            return
+        own = ("spread", "sigma", *(["step"] if self.file.endswith(".csv") else []))
+        for name in own:
+            if getattr(self, name) != getattr(DeviceSettings, name):
+                raise QuiverError(
+                    f"devices.{name} and devices.file: {self.file} says how fast every client is; "
+                    "give one of them."
+                )
 
 
 @dataclass(frozen=True)
@@ -215,6 +233,12 @@ def make_devices(
     batch_size: int | None = None,
 ) -> Devices:
     """The devices that two sections describe."""
+    for name in ("up", "down", "spread"):
+        if devices.file is not None and getattr(network, name) != getattr(NetworkSettings, name):
+            raise QuiverError(
+                f"network.{name} and devices.file: {devices.file} says how fast every link is; "
+                "give one of them."
+            )
     if devices.traces is None:
         traces = draw_traces(clients, devices.away, devices.mean_on, seed)
     else:

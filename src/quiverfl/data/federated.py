@@ -263,6 +263,13 @@ class FederatedData(ReprCard):
 
     def select(self, clients: Sequence[int]) -> FederatedData:
         """The data of some clients, renumbered from 0: what one shard or one peer holds."""
+        chosen, last = np.asarray(clients), self.clients - 1
+        whole = chosen.size and np.issubdtype(chosen.dtype, np.integer)
+        if not whole or chosen.min() < 0 or chosen.max() > last:
+            raise QuiverError(
+                f"select({clients!r}): give numbers of clients; there are {self.clients}, "
+                f"0 … {last}."
+            )
         names = tuple(self.names[client] for client in clients) if self.names else ()
         train, test = self.train.select(clients), self.test.select(clients)
         return replace(self, train=train, test=test, names=names)

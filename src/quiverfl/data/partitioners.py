@@ -269,5 +269,6 @@ def _require_clients(clients: int | None, name: str) -> int:
 
 
 def _check_alpha(alpha: float) -> None:
-    if not (alpha > 0 and np.isfinite(alpha)):
-        raise QuiverError(f"data.alpha = {alpha}: it must be a positive number.")
+    number = isinstance(alpha, int | float | np.number) and not isinstance(alpha, bool)
+    if not (number and alpha > 0 and np.isfinite(alpha)):
+        raise QuiverError(f"data.alpha = {alpha!r}: it must be a positive number.")

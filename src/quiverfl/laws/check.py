@@ -107,6 +107,8 @@ def check_method(
     `simulate` would refuse is refused with the same sentence. `skip` has the numbers of laws that
     the method breaks on purpose. `progress` is told of every verdict as it is reached.
     """
+    if isinstance(skip, int):
+        raise QuiverError(f"skip = {skip}: give a list of laws, such as [{skip}].")
     unknown = sorted(set(skip) - {law.number for law in LAWS})
     if unknown:
         raise QuiverError(f"skip = {unknown}: laws are numbered from 1 to {len(LAWS)}.")

@@ -28,7 +28,7 @@ _MODELS: dict[str, ModelFactory] = {
     "resnet8_bn": resnet8_bn,
     "resnet18_gn": resnet18_gn,
 }
-MODELS = Registry("model", _MODELS, own="module:function")
+MODELS = Registry("model", _MODELS, own='module:function, or "pretrained"')
 PRETRAINED = "pretrained"
 """No model of its own: a network of yours, with its weights, under a fresh head."""
 

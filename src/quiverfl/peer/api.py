@@ -21,6 +21,7 @@ from quiverfl.options import read_options
 from quiverfl.results.run_files import read_lines, read_run
 from quiverfl.results.summary import summarize
 from quiverfl.runs.folder import RunFolder
+from quiverfl.support import durable
 from quiverfl.support.environment import require_package
 from quiverfl.types import Metrics
 
@@ -51,7 +52,8 @@ class Peer:
         from quiverfl.peer.folder import PeerFolder
         from quiverfl.peer.setup import build_learner
 
-        peer = cls(PeerFolder.read(Path(folder)), join, trust_store)
+        place = durable.to_path(folder, "Peer.open: folder")
+        peer = cls(PeerFolder.read(place), join, trust_store)
         peer._folder.identity()
         peer._parts = build_learner(peer._folder)
         return peer

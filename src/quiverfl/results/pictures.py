@@ -58,7 +58,7 @@ def draw_graph(
     if isinstance(target, Axes):
         draw_circle(graph, target, highlight=highlight)
         return
-    format = _choose_format(target, format)
+    format = choose_format(target, format)
     figure = Figure(figsize=(11.6, 5.6), layout="constrained", facecolor="white")
     circle, matrix = figure.subplots(1, 2, width_ratios=(1, 1.06))
     draw_circle(graph, circle, highlight=highlight)
@@ -69,7 +69,7 @@ def draw_graph(
         raise QuiverError(f"picture {str(target)!r} could not be written: {problem}") from None
 
 
-def _choose_format(target: str | Path | BinaryIO, format: str | None) -> str:
+def choose_format(target: str | Path | BinaryIO, format: str | None = None) -> str:
     """The format asked for, or that of the file's name."""
     if format is None and isinstance(target, str | Path):
         format = Path(target).suffix.lstrip(".").lower()
@@ -85,7 +85,7 @@ def save_picture(
     """Write a picture under its title. Pictures have matplotlib's style, not that of curves."""
     from quiverfl.results.figures import render_figure
 
-    format = _choose_format(target, format)
+    format = choose_format(target, format)
     if title:
         figure.suptitle(title, color=_INK)
     content = render_figure(figure, format, dpi=150, style={"svg.hashsalt": "quiver"})
@@ -316,7 +316,7 @@ def draw_partition(
         if title:
             target.set_title(title, color=_INK, fontsize="medium")
         return
-    format = _choose_format(target, format)
+    format = choose_format(target, format)
     clients, classes = counts.shape
     width, height = (
         float(np.clip(0.3 * clients, 7, 12)),

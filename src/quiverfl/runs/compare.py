@@ -22,7 +22,7 @@ from quiverfl.runs.experiment import DatasetCache, Experiment
 from quiverfl.runs.folder import RunFolder
 from quiverfl.runs.run import Run, SavedRun, format_last_scores
 from quiverfl.seeds import check_seeds
-from quiverfl.support import locks, output_folders
+from quiverfl.support import durable, locks, output_folders
 from quiverfl.support.cards import ReprCard, format_thousands
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def compare(
     """
     config, dataset = _config(experiment)
     numbers = [config.run.seed] if seeds is None else check_seeds(seeds)
-    top = None if folder is None else Path(folder)
+    top = None if folder is None else durable.to_path(folder, "compare: folder")
     cells = plan_comparison(config, check_methods(methods), numbers, top, dataset)
     datasets = DatasetCache()
 
@@ -302,6 +302,8 @@ def group_by_comparison(runs: AnyRun | Sequence[AnyRun]) -> Iterator[list[Group]
 @contextmanager
 def open_folders(runs: AnyRun | Sequence[AnyRun]) -> Iterator[list[Path]]:
     """Give the folders of these runs; a run without one is written to a temporary folder."""
+    if not isinstance(runs, Run | SavedRun | Path | str | Sequence):
+        raise QuiverError(f"a {type(runs).__name__} is not a run: give runs, or folders of runs.")
     several = [runs] if isinstance(runs, Run | SavedRun | Path | str) else list(runs)
     if not several:
         raise QuiverError("there are no runs: give at least one run or folder.")

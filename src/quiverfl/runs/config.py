@@ -274,7 +274,10 @@ class Config(Section):
 
 def parse_config(tree: Mapping[str, Any], source: str = "configuration") -> Config:
     """Check everything that can be checked before any data is read."""
-    tree = python_number(tree)
+    try:
+        tree = python_number(tree)
+    except RecursionError:
+        raise QuiverError(f"{source}: its sections are too deep in one another.") from None
     _refuse_unknown(tree, source)
     try:
         config = Config.model_validate(tree)
@@ -317,6 +320,11 @@ def _refuse_unknown(tree: Mapping[str, Any], source: str) -> None:
 def _refuse_unknown_overrides(values: Mapping[str, Any], source: str) -> None:
     for method, sections in values.items():
         _find_method(method, f"{source}: [overrides.{method}]")
+        if not isinstance(sections, Mapping):
+            raise QuiverError(
+                f"{source}: overrides.{method} = {sections!r}: write a section for each section "
+                f"that differs, such as [overrides.{method}.training]."
+            )
         own = dict(sections)
         if isinstance(own.get("method"), Mapping):
             own["method"] = {"name": method, **own["method"]}  # its options, not the base's
@@ -412,7 +420,7 @@ def _find_method(name: str, source: str) -> Callable[..., Method]:
 def set_value(tree: dict[str, Any], path: str, value: Any) -> None:
     """Set a key `section.key` of a tree of sections; UNSET takes it out."""
     section, separator, key = path.partition(".")
-    if not separator or not key:
+    if not separator or not section or not key:
         raise QuiverError(f"{path!r}: name a key as section.key, such as training.lr.")
     if section == "method" and key == "name" and tree.get("method", {}).get("name") != value:
         tree["method"] = {}  # another method, or the default one, has other options

@@ -106,7 +106,9 @@ def read_toml(path: Path, missing: str) -> dict[str, Any]:
             "save it as UTF-8."
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise QuiverError(f"{path}: not valid TOML: {error}") from error
+        raise QuiverError(f"{path}: not valid TOML: {error}.") from error
+    except RecursionError:
+        raise QuiverError(f"{path}: not readable: its lists are too deep in one another.") from None
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -121,5 +123,5 @@ def parse_toml_value(text: str) -> Any:
     """Parse a TOML value; other text stays as it is, so `method.name=dfedpgp` needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text

@@ -348,9 +348,15 @@ def make_method(config: Config) -> Method:
     if config.clock.asynchronous and not named and offers_step(kind):
         options["step"] = "debiased"
     try:
-        return kind(**options)
+        method = kind(**options)
     except TypeError as error:
         raise QuiverError(f"method {config.method.name!r}: {error}.") from error
+    if not callable(getattr(method, "phases", None)):
+        raise QuiverError(
+            f"method.name = {config.method.name!r} gives a {type(method).__name__}, which is no "
+            "method: name a class with phases, module:Class (docs/how-to/own-method.md)."
+        )
+    return method
 
 
 def load_data(config: Config) -> Dataset:

@@ -110,12 +110,13 @@ class RunFolder:
         The result is that of a longer run from the start, except for methods that plan by the
         number of rounds, as Dis-PFL does: they continue with the new plan.
         """
+        if not self.holds_run():
+            self.config()  # says what it is not
         with self.lock():
             config = self.config()
             if rounds <= config.run.rounds:
-                raise QuiverError(
-                    f"--rounds {rounds}: {self.path} has {config.run.rounds} rounds; give more."
-                )
+                many = f"{config.run.rounds} round{'s' * (config.run.rounds != 1)}"
+                raise QuiverError(f"--rounds {rounds}: {self.path} has {many}; give more.")
             longer = config.with_values([("run.rounds", rounds)])
             path = self.path / "config.json"
             written = read_json(path)

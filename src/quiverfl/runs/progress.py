@@ -34,7 +34,7 @@ WIDTH_FOR_A_BAR = 120
 
 @contextlib.contextmanager
 def progress(label: str, rounds: int, quiet: bool) -> Iterator[Recorder | None]:
-    console = Console(stderr=True)
+    console = Console(emoji=False, stderr=True)
     if quiet:
         yield None
     elif console.is_jupyter:

@@ -72,6 +72,8 @@ def retime(run: Run | SavedRun | Path | str, devices: Devices, waits: str = "gra
             f'waits = {waits!r}: a synchronous run waits for "graph" or "all"; a run in which '
             "nobody waits is another run (clock.waits)."
         )
+    if not isinstance(devices, Devices):
+        raise QuiverError(f"retime: devices is a {type(devices).__name__}: give qv.Devices(…).")
     if isinstance(run, Path | str):
         from quiverfl.runs.run import load_run
 

@@ -32,6 +32,7 @@ from quiverfl.options import python_number, read_options
 from quiverfl.results.run_files import RunResult, read_run
 from quiverfl.results.summary import summarize_attacked
 from quiverfl.runs.folder import RunFolder
+from quiverfl.support import durable
 from quiverfl.support.cards import ReprCard, format_thousands
 from quiverfl.task import InputStyle, Params, call_arguments
 from quiverfl.transforms.attacks import choose_attackers
@@ -260,7 +261,8 @@ class Run(AnyRun):
         options and sizes, and a digest of the data unless it has a name. Runs are seeds of one
         experiment if all of that is the same but their seeds.
         """
-        target, simulation = RunFolder(Path(folder)), self.simulation
+        place = durable.to_path(folder, "save: folder")
+        target, simulation = RunFolder(place), self.simulation
         with target.lock():
             if target.holds_run():
                 raise QuiverError(f"{folder} holds a run already: choose another folder.")
@@ -431,4 +433,4 @@ class SavedRun(AnyRun):
 
 def load_run(folder: Path | str) -> SavedRun:
     """A run that the command line or `Run.save` wrote: finished, under way or interrupted."""
-    return SavedRun(read_run(Path(folder)))
+    return SavedRun(read_run(durable.to_path(folder, "load_run: folder")))

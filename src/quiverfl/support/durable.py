@@ -31,6 +31,13 @@ NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Errors of file systems that cannot flush a folder; their renames are atomic nevertheless."""
 
 
+def to_path(place: object, what: str) -> Path:
+    """A path as the user wrote it; `what` says in a refusal which argument it was."""
+    if not isinstance(place, str | os.PathLike):
+        raise QuiverError(f"{what} is {place!r}: give a path, as text or a Path.")
+    return Path(place)
+
+
 def check_writable(path: Path) -> None:
     """Refuse a path at which nothing can be, in the words of whoever chose it."""
     try:

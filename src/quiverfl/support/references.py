@@ -19,7 +19,7 @@ from quiverfl.errors import QuiverError, say_leave_out, suggest
 
 def is_reference(text: str) -> bool:
     """`my_models:make` is a reference to your own code; `mlp` is a name Quiver knows."""
-    return ":" in text
+    return isinstance(text, str) and ":" in text
 
 
 Entry = TypeVar("Entry")

@@ -17,6 +17,7 @@ from quiverfl.options import python_number, refuse_old_names
 from quiverfl.runs.compare import Results, report
 from quiverfl.runs.run import SavedRun, load_run
 from quiverfl.seeds import check_seeds
+from quiverfl.support import durable
 from quiverfl.support.cards import format_thousands
 from quiverfl.sweeps.display import show_sweep
 from quiverfl.sweeps.estimate import Estimate, Reasons, check_cells, estimate_seconds
@@ -140,7 +141,7 @@ def sweep(
             f"a sweep is a TOML file or a dictionary (base, methods, seeds, grid, case), not a "
             f"{type(plan).__name__}."
         )
-    sweep_folder = SweepFolder(Path(folder))
+    sweep_folder = SweepFolder(durable.to_path(folder, "sweep: folder"))
     sweep_folder.check()
     executor = LocalPool(jobs) if executor is None else executor
     reporter = SweepReporter(progress)

@@ -38,7 +38,7 @@ def show_sweep(
     cells: Sequence[Cell], seconds: Mapping[str, float | None], quiet: bool
 ) -> Iterator[Watcher]:
     """Give a watcher that shows progress; `seconds` are estimates by the name of the cell."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(emoji=False, stderr=True, highlight=False)
     tally = Tally(cells, seconds)
     if quiet:
         yield _Silent()

@@ -120,7 +120,7 @@ def plan_of(tree: Tree, path: Path, choice: Choice, scale: str | None = None) ->
         if key in Config.model_fields and not tree.keys() & SWEEP_KEYS:
             raise QuiverError(
                 f"{path} is a configuration, not a sweep: `quiver run {path}` runs it. A sweep has "
-                "it as its base, and a grid (docs/how-to/reproduce.md)."
+                "it as its base, and a grid (docs/how-to/sweep.md)."
             )
         if key in Config.model_fields:
             raise QuiverError(
@@ -203,6 +203,9 @@ def _cases(tree: Tree, choice: Choice, path: Path) -> list[tuple[str, Tree]]:
 def _blocks(tree: Tree, path: Path) -> list[dict[str, list[Any]]]:
     """The grids, each as `section.key` → values; methods and seeds are keys like any other."""
     written = tree.get("grid", {})
+    for block in written if _is_list(written) else [written]:
+        if not isinstance(block, Mapping):
+            raise QuiverError(f"{path}: grid = {block!r}: write [grid], and a list for each key.")
     common: Tree = {key: tree[key] for key in ("methods", "seeds") if key in tree}
     blocks = [
         flatten_settings({**common, **block})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from typing import SupportsFloat, SupportsIndex
 
 from quiverfl.errors import QuiverError
 
@@ -42,7 +42,7 @@ def check_neighbors(topology: str, neighbors: object, clients: int) -> int:
 
 def check_fraction(topology: str, option: str, value: float, zero: bool) -> float:
     """A number in [0, 1], or in (0, 1] where zero makes no sense."""
-    if not (0 <= value <= 1) or (value == 0 and not zero):
+    if not isinstance(value, SupportsFloat) or not 0 <= float(value) <= 1 or not (value or zero):
         interval = "[0, 1]" if zero else "(0, 1]"
-        raise QuiverError(f"{topology}: {option} = {value}: it must be in {interval}.")
+        raise QuiverError(f"{topology}: {option} = {value!r}: it must be in {interval}.")
     return float(value)

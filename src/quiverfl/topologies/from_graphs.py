@@ -11,6 +11,7 @@ from scipy import sparse
 
 from quiverfl.errors import QuiverError, suggest
 from quiverfl.options import refuse_old_names
+from quiverfl.support.references import describe_origin
 from quiverfl.topologies.arguments import check_clients
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.reports import ReportSpec, ReportView, check_client_count
@@ -67,6 +68,8 @@ def from_networkx(graph: nx.Graph[Any], weights: Weighting | None = None) -> Top
     rows sum to 1. Nodes 0 … m - 1 are the clients of that number, other labels are numbered in
     the graph's own order. Edge weights and self-loops of the networkx graph are not used.
     """
+    if not hasattr(graph, "number_of_nodes"):
+        raise QuiverError(f"from_networkx: a {type(graph).__name__} is no graph of networkx.")
     clients = check_clients("from_networkx", graph.number_of_nodes())
     chosen = weights or ("out" if graph.is_directed() else "metropolis")
     if chosen not in _WEIGHTINGS:
@@ -98,6 +101,11 @@ def custom(
     It must be pure: the same round gives the same graph, whoever asks and how often. With
     `reports` it is a function of (round, view), and the view has the reports asked for.
     """
+    if not callable(function):
+        raise QuiverError(
+            f"custom: function is a {type(function).__name__}: give a function of the round that "
+            "returns a matrix; one matrix for all rounds goes into qv.from_matrix."
+        )
     clients = check_clients("custom", clients)
     if reports is not None:
         check_client_count("custom", clients)
@@ -128,7 +136,10 @@ def _from_matrix(name: str, matrix: Any) -> Graph:
 
 
 def _check_square(name: str, matrix: Any) -> sparse.csr_array:
-    shape = matrix.shape if hasattr(matrix, "shape") else np.shape(matrix)
+    try:
+        shape = matrix.shape if hasattr(matrix, "shape") else np.shape(matrix)
+    except ValueError:
+        shape = "rows of unequal lengths"
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise QuiverError(f"{name}: a square matrix, clients × clients, is needed, got {shape}.")
     try:
@@ -171,4 +182,13 @@ def _diagonal_links(clients: int) -> Integers:
 def _call_own_function(
     function: Callable[..., Graph | Matrix], clients: int, round: int, *view: ReportView
 ) -> Graph:
-    return as_graph(f"custom topology, round {round}", function(round, *view), clients)
+    name = f"custom topology, round {round}"
+    try:
+        drawn = function(round, *view)
+    except QuiverError:
+        raise
+    except Exception as error:  # whatever the person's function raises is theirs to see
+        raise QuiverError(
+            f"{name}: {type(error).__name__}: {error} ({describe_origin(error)})."
+        ) from error
+    return as_graph(name, drawn, clients)

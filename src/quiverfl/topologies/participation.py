@@ -22,6 +22,14 @@ from quiverfl.types import Flags, Integers
 Keeper: TypeAlias = Literal["sender", "receiver"]
 
 
+def check_topology(function: str, topology: object) -> None:
+    if not isinstance(topology, Topology):
+        raise QuiverError(
+            f"{function}: a {type(topology).__name__} is no topology: give one, such as "
+            "qv.ring(clients=6)."
+        )
+
+
 def participating(
     topology: Topology, fraction: float, seed: int = 0, kept_by: Keeper | None = None
 ) -> Topology:
@@ -33,6 +41,7 @@ def participating(
     matrices stay symmetric either way; for directed ones whose rows and columns both sum to 1
     `kept_by` says which of the two shall last.
     """
+    check_topology("participating", topology)
     fraction = check_fraction("participating", "fraction", fraction, zero=False)
     if kept_by not in (None, "sender", "receiver"):
         raise QuiverError(
@@ -110,6 +119,7 @@ def unreliable(
     undirected exchanges, others pushes if their columns sum to 1 and pulls if their rows do. With
     `exchange = "pull"` a client of an undirected graph averages over whatever arrives.
     """
+    check_topology("unreliable", topology)
     if exchange not in (None, *get_args(Exchange)):
         raise QuiverError(
             f"topology.exchange = {exchange!r}: {suggest(str(exchange), get_args(Exchange))}"

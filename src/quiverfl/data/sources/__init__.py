@@ -185,7 +185,9 @@ def missing_sentence(name: str, root: Path) -> str:
 def _check_own_path(name: str, path: Path | str | None) -> Path:
     if path is None:
         raise QuiverError(f"data {name!r} needs data.options.path: say where your files are.")
-    location = Path(path).expanduser()
+    if isinstance(path, bool) or not isinstance(path, str | os.PathLike | int):
+        raise QuiverError(f"data.options.path = {path!r}: write a path as text.")
+    location = Path(str(path)).expanduser()  # a folder may be called 2024
     if not location.exists():
         raise QuiverError(f"data.options.path = {str(path)!r}: there is no such file or folder.")
     return location

@@ -27,6 +27,9 @@ TARGETS = ("labels", "numbers", "ids")
 """Values of `data.options.targets`."""
 
 
+MOST_CLASSES = 1_000_000
+
+
 def from_arrays(
     name: str,
     where: str,
@@ -59,6 +62,11 @@ def from_arrays(
     if train_target is not None:
         first, second = (np.zeros(len(first_leaf(part)), np.int64) for part in labels)
         labels, classes = (first, second), 1
+    elif classes is not None and (type(classes) is not int or not 1 <= classes <= MOST_CLASSES):
+        raise QuiverError(
+            f"data.options.classes = {classes!r}: it must be a whole number from 1 to "
+            f"{MOST_CLASSES:,}, or left out."
+        )
     train_y, test_y, class_names = to_labels(where, *labels, classes)
     train_owner = test_owner = None
     owner_names: tuple[str, ...] = ()
@@ -254,7 +262,7 @@ def _check_label_range(where: str, parts: Sequence[Integers], classes: int) -> N
 def _note_renumbering(where: str, labels: AnyArray, names: Sequence[str]) -> list[str]:
     """A note where whole-number labels got new numbers."""
     whole = np.issubdtype(labels.dtype, np.integer)
-    if not whole or list(names) == [str(label) for label in range(len(names))]:
+    if not whole or len(names) == 1 or list(names) == [str(label) for label in range(len(names))]:
         return []
     as_they_stand = "; data.options.classes = COUNT takes them as they stand"
     return [

@@ -19,13 +19,13 @@ import numpy as np
 
 from quiverfl.data.dataset import Dataset
 from quiverfl.data.examples import iterate_pieces
-from quiverfl.errors import QuiverError
+from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.support.durable import temporary_folder, write_atomically
 
 FOLDER = ".quiver-cache"
 VERSION = 5
 """Version of what readers make of the same files; an older cache is not reused."""
-VERSIONS = {"table": 6, "huggingface": 6}
+VERSIONS = {"table": 7, "huggingface": 7}
 """Versions of readers that changed since."""
 MAPPED = ("train_x", "test_x")
 LABELS = ("train_y", "test_y", "train_owner", "test_owner")
@@ -56,6 +56,7 @@ def load_cached(
         warnings.warn(
             f"{name} could not be cached in {cache} ({error}); it is read again every time. "
             "Set data.options.cache to a folder that can be written.",
+            QuiverWarning,
             stacklevel=2,
         )
         return dataset

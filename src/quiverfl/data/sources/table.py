@@ -98,15 +98,36 @@ class Options:
     decimal: str | None = None
     encoding: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("label", "features", "owner", "split", "exclude"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _name_columns(value, f"data.options.{name}"))
+
     @property
     def padding(self) -> Padding | None:
         if self.pad is None:
             if self.length is not None:
                 raise QuiverError("data.options.length is the length after padding: set pad, too.")
+            if self.mask != Options.mask:
+                raise QuiverError("data.options.mask says where padding is: set pad, too.")
             return None
         if self.length is not None and self.length < 1:
             raise QuiverError(f"data.options.length = {self.length}: it must be at least 1.")
         return Padding(self.pad, self.length, self.mask)
+
+
+def _name_columns(value: Any, where: str) -> Any:
+    """Names of columns as text; a column of a spreadsheet may be called 2024."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _name_columns(own, where) for name, own in value.items()}
+    if isinstance(value, Sequence):
+        return [_name_columns(own, where) for own in value]
+    raise QuiverError(f"{where} = {value!r}: name a column, or a list of them.")
 
 
 def with_options(read: Callable[[Path, Options], Dataset]) -> Callable[..., Dataset]:
@@ -187,8 +208,14 @@ def from_frame(
     check_missing(options.missing)
     wanted = [*_list_columns(label), *(c for c in (owner, split) if c is not None)]
     for column in wanted:
+        if column == label == Options.label and column not in table.columns:
+            raise QuiverError(
+                f"{origin}: which column holds the labels? Name it with data.options.label; "
+                f"{suggest(column, table.columns)}"
+            )
         _check_column(origin, table, column)
     taken = set(wanted)
+    _check_roles(origin, table, options)
     said = list(notes)
     inputs = _input_columns(origin, table, options, taken)
     if options.missing == "drop":
@@ -217,12 +244,65 @@ def from_frame(
         return whole and path in lists and (bool(path) or lists_are_ids)
 
     kinds = options.inputs, targets
+    columns_used = [*_list_columns(label), *(c for columns in inputs.values() for c in columns)]
+    if options.pad is not None and not any(holds_lists(table, column) for column in columns_used):
+        raise QuiverError(f"data.options.pad: no column of {origin} holds lists; leave it out.")
     more, doubts = _note_inputs(origin, table, options, taken)
+    if targets in (None, "labels") and isinstance(label, str):
+        doubts += _doubt_labels(origin, table, label)
     said += [*more, *reader.notes()]
     dataset = from_arrays(
         name, str(origin), first, second, whose, options.classes, *kinds, are_ids, said, doubts
     )
     return replace(dataset, columns=columns, categories=reader.values)
+
+
+def _check_roles(origin: Origin, table: pd.DataFrame, options: Options) -> None:
+    """Refuse a label that is also an input or the owner: the answer would be given away."""
+    if options.targets not in (None, "labels"):
+        return
+    labels = [c for c in _list_columns(options.label) if not holds_lists(table, c)]
+    features = [] if options.features is None else _list_columns(options.features)
+    for column in labels:
+        if column in features:
+            raise QuiverError(
+                f"{origin}: column {column!r} is the label, and data.options.features makes it an "
+                "input, too: leave it out there, or name another data.options.label."
+            )
+        if column == options.owner:
+            raise QuiverError(
+                f"{origin}: column {column!r} is the label and the owner, so that every client "
+                "would have one class: name another data.options.label or data.options.owner."
+            )
+
+
+FEW_ROWS = 20
+"""With fewer rows, nearly as many labels may be meant."""
+
+
+def _doubt_labels(origin: Origin, table: pd.DataFrame, label: str) -> list[str]:
+    """Doubts about labels that tell rows apart, and about text in a few rows among numbers."""
+    values = table[label].astype(str)
+    different, rows = values.nunique(), len(table)
+    doubts = []
+    if rows >= FEW_ROWS and different > rows / 2:
+        doubts.append(
+            f"{origin}: column {label!r} has {different:,} different labels in {rows:,} rows: if "
+            "they are numbers to learn, set data.options.targets = 'numbers'; if they are ids, "
+            "name another data.options.label."
+        )
+    odd = values[~values.str.fullmatch(NUMBER)]
+    if 0 < len(odd) <= rows / 10:
+        place = origin.row(table, int((values == odd.iloc[0]).argmax()))
+        doubts.append(
+            f"{origin}: column {label!r} holds numbers but for {len(odd):,} of {rows:,} rows, such "
+            f"as {odd.iloc[0]!r} in {place}: these count as classes of their own. Correct them if "
+            "they are slips."
+        )
+    return doubts
+
+
+NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 
 
 def _note_inputs(

@@ -242,6 +242,8 @@ class InputReader:
         return values
 
     def _describe_others(self, column: str, values: AnyArray) -> str:
+        import pandas as pd
+
         kind = "text" if values.dtype.kind in "USO" else str(values.dtype)
         cells = [str(value) for value in values[:100]]
         if kind == "text" and has_decimal_commas(cells):
@@ -249,6 +251,16 @@ class InputReader:
                 f"{self._origin}, column {column!r} holds numbers with decimal commas, such as "
                 f"{cells[0]}: set data.options.decimal = ','."
             )
+        if kind == "text":
+            numbers = pd.to_numeric(pd.Series(values), errors="coerce").notna().to_numpy()
+            if numbers.mean() > 0.5:
+                row = int((~numbers).argmax())
+                return (
+                    f"{self._origin}, column {column!r}, {self._origin.row(self._table, row)}: "
+                    f"{str(values[row])!r} is no number, and most of the column is. Correct it; a "
+                    "missing value is an empty cell (data.options.missing); or leave the column "
+                    "out with data.options.exclude."
+                )
         coded = (
             " make categories of its values with data.options.categories = 'one-hot' or 'numbers';"
             if kind == "text"

@@ -154,7 +154,9 @@ def load_table(path: Path, options: TextOptions) -> tuple[Origin, pd.DataFrame, 
         ) from error
     except Exception as error:
         # pandas and pyarrow each raise kinds of their own for damaged files.
-        raise QuiverError(f"{path} is not a readable table ({error}).") from error
+        raise QuiverError(
+            f"{path} is not a readable table ({' '.join(str(error).split())})."
+        ) from error
     if table.empty:
         raise QuiverError(f"{path} has no rows.")
     table.columns = table.columns.map(str)
@@ -250,6 +252,7 @@ def _read_text(
         decimal = ","
         table = read(decimal)
     style = TextStyle(separator, decimal or ".", encoding)
+    repeated = _find_repeated_names(path, style)
     guesses = {
         f"columns separated by {SEPARATORS.get(separator, separator)}": options.separator is None
         and separator != usual,
@@ -261,7 +264,20 @@ def _read_text(
         f"{path}: it was read as it looks: {guessed}; data.options.separator, decimal and encoding "
         "say otherwise."
     )
-    return table, style, [note] if guessed else []
+    twice = (
+        f"{path}: the header has {', '.join(map(repr, repeated))} more than once; later ones are "
+        f"called {repeated[0]}.1 and so on."
+        if repeated
+        else ""
+    )
+    return table, style, [*filter(None, [note if guessed else "", twice])]
+
+
+def _find_repeated_names(path: Path, style: TextStyle) -> list[str]:
+    with open_bytes(path) as content:
+        file = io.TextIOWrapper(content, encoding=style.encoding, newline="")
+        names = next(csv.reader(file, delimiter=style.separator), [])
+    return [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
 
 
 def _check_encoding(encoding: str | None) -> str | None:

@@ -20,7 +20,7 @@ from quiverfl.support.environment import require_package
 from quiverfl.task import Task
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms import Transforms
-from quiverfl.transforms.attacks import Adaptive, ForgedMass
+from quiverfl.transforms.attacks import Adaptive, ForgedMass, choose_attackers
 from quiverfl.transforms.compression import RandomK, TopK
 from quiverfl.transforms.privacy import DPSGD
 from quiverfl.transforms.robustness import SelfCenteredClip
@@ -82,6 +82,12 @@ def check_transforms(
         raise QuiverError(
             'adversary.name = "label_flip" with a model for each client: they do not have the same '
             "labels to flip. Choose another attack."
+        )
+    attackers = choose_attackers(transforms.adversary, settings.seed, topology.clients)
+    if transforms.adversary is not None and len(attackers) == topology.clients:
+        raise QuiverError(
+            f"adversary.share = {transforms.adversary.share:g}: all {topology.clients} clients "
+            "attack, and only those who do not are judged. Lower it."
         )
     poison_training_data(transforms, data, settings.seed)
 

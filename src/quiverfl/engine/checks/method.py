@@ -120,6 +120,15 @@ def _warn_of_no_effect(task: Task, method: Method, settings: RunSettings) -> Non
     if settings.rounds == 0:
         text = "run.rounds = 0: nobody trains, and nothing is recorded. Give at least 1."
         warnings.warn(text, QuiverWarning, stacklevel=4)
+    elif settings.epochs_per_client is not None and not any(settings.epochs_per_client):
+        text = "every client has 0 epochs: nobody trains what is sent. Give one of them at least 1."
+        warnings.warn(text, QuiverWarning, stacklevel=4)
+    if method.delay and 0 < settings.rounds <= method.delay:
+        text = (
+            f"method.delay = {method.delay} with run.rounds = {settings.rounds}: the run ends "
+            "before any message arrives. Lower the delay, or give more rounds."
+        )
+        warnings.warn(text, QuiverWarning, stacklevel=4)
     if task.buffers == "mixed" and not task.statistics_layout.names:
         text = (
             'task.buffers = "mixed": the model keeps no running statistics, so there is nothing to '
