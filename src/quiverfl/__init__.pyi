@@ -301,6 +301,9 @@ from quiverfl.topologies import (
     Graph as Graph,
 )
 from quiverfl.topologies import (
+    Membership as Membership,
+)
+from quiverfl.topologies import (
     ReportSpec as ReportSpec,
 )
 from quiverfl.topologies import (
@@ -383,6 +386,9 @@ from quiverfl.topologies import (
 )
 from quiverfl.topologies import (
     unreliable as unreliable,
+)
+from quiverfl.topologies import (
+    with_members as with_members,
 )
 from quiverfl.training import (
     Training as Training,

@@ -116,6 +116,11 @@ def _prepare(config: Config, ranks: Ranks) -> _PreparedRun:
             "data.unseen on several ranks: clients that nobody has seen are tested in one process; "
             "run it without --ranks, or leave data.unseen out."
         )
+    if config.data.changes_members:
+        raise QuiverError(
+            "data.joins and data.leaves on several ranks: a newcomer is given a model from another "
+            "client, in one process; run it without --ranks, or leave them out."
+        )
     if config.task.labels == "own":
         raise QuiverError(
             'task.labels = "own" on several ranks: clients with models of their own are computed '

@@ -66,7 +66,8 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
         _join(own, values, np.array([row]), clients)
     if stage == "local":
         shard.local.record_metrics(own)
-    return {name: gather(torch.from_numpy(values)).numpy() for name, values in own.items()}
+    found = {name: gather(torch.from_numpy(values)).numpy() for name, values in own.items()}
+    return found if shard.members is None else shard.members.hide_absent(found)
 
 
 def _divide(shard: Shard, rows: Integers) -> list[ClientGroup]:
@@ -310,6 +311,9 @@ def state_record(shard: Shard, evaluated: bool, gradients: bool) -> dict[str, An
     """Steps and the range of μ; in evaluated rounds also how far the clients are apart."""
     world, method = shard.world, shard.method
     mass = None if method.mass is None else world.gather(getattr(shard.state, method.mass))
+    members = None if shard.members is None else torch.from_numpy(shard.members.staying)
+    if mass is not None and members is not None:
+        mass = mass[members]
     record: dict[str, Any] = {
         "steps": world.gather(torch.from_numpy(shard.steps)).tolist(),
         "mu_min": None if mass is None else float(mass.min()),
@@ -318,6 +322,9 @@ def state_record(shard: Shard, evaluated: bool, gradients: bool) -> dict[str, An
         "gradient_shared": None,
         "gradient_personal": None,
     }
+    if shard.members is not None:
+        record["members"] = int(shard.members.present.sum())
+        record["mu_sum"] = None if mass is None else float(mass.double().sum())
     if shard.context.private is not None:
         visits = world.gather(torch.from_numpy(shard.visits)).numpy()
         record["epsilon"] = spent_epsilon(visits, shard.context.private).tolist()
@@ -326,7 +333,7 @@ def state_record(shard: Shard, evaluated: bool, gradients: bool) -> dict[str, An
         if shared is not None:
             # Columns are taken in chunks so that z is never stored whole.
             width = max(1, 4_000_000 // max(1, len(world.all_ids) * shared.element_size()))
-            distance = partial(squared_distance, mass=mass)
+            distance = partial(squared_distance, mass=mass, members=members)
             nothing = torch.zeros((), dtype=torch.float64)
             record["consensus"] = float(world.sum_columns(shared, width, distance, nothing))
         if gradients:
@@ -334,8 +341,9 @@ def state_record(shard: Shard, evaluated: bool, gradients: bool) -> dict[str, An
     return record
 
 
-def squared_distance(shared: Tensor, mass: Tensor | None) -> Tensor:
+def squared_distance(shared: Tensor, mass: Tensor | None, members: Tensor | None = None) -> Tensor:
     """(1/m) Σ_i ‖z_i - z̄‖² of some columns; twenty times as fast as `torch.var`."""
+    shared = shared if members is None else shared[members]
     z = shared if mass is None else shared / mass.to(shared.dtype).unsqueeze(1)
     apart = z - z.mean(dim=0)
     return apart.square_().sum(dim=0).sum(dtype=torch.float64) / len(z)

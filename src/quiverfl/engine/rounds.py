@@ -56,6 +56,8 @@ def run_rounds(
 
 def exchange_messages(shard: Shard, exchange: Exchange, graph: Graph, round: int) -> Record:
     """Push, mix, merge; the record says what crossed the network."""
+    if shard.members is not None:
+        shard.members.keep_leaving(shard)
     senders = exchange.senders(graph)
     messages = shard.outbox(senders)
     payload = exchange.coded_sizes(messages, shard.payload(messages, senders))

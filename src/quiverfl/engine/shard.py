@@ -20,6 +20,7 @@ from quiverfl.engine.local.context import ClientGroup, PhaseIndex
 from quiverfl.engine.local.trainer import Trainer
 from quiverfl.engine.local.vmap import vmap_clients, vmap_params
 from quiverfl.engine.local.workers import worker_count
+from quiverfl.engine.members import Members
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.states import (
     PhaseBuffers,
@@ -37,6 +38,7 @@ from quiverfl.methods.optional import SizesMessages, adaptation_phase
 from quiverfl.methods.state import select_fields
 from quiverfl.task import Params, Task
 from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.membership import Membership
 from quiverfl.topologies.reports import ReportSpec, ReportView
 from quiverfl.training import Training
 from quiverfl.transforms.privacy import DPSGD, check_budget
@@ -65,6 +67,7 @@ class Shard:
         private: DPSGD | None = None,
         measured: Measurement | None = None,
         world: World | None = None,
+        membership: Membership | None = None,
     ) -> None:
         """`clients` and `settings.epochs_per_client` have one entry per client of `data`.
 
@@ -74,6 +77,7 @@ class Shard:
         self.ids: Integers = np.arange(data.clients) if clients is None else np.asarray(clients)
         self.world: World = world or _local_world(self.ids, data, settings)
         self.method, self._settings = method, settings
+        self.members = None if membership is None else Members(membership)
         computation = prepare_computation(task, data, method, training, settings, private, measured)
         self.execution, self.context = computation.execution, computation.context
         self.test, home = computation.test, computation.home
@@ -118,6 +122,8 @@ class Shard:
 
         `active_fraction` of all clients train; by default that of the clients of this world.
         """
+        if self.members is not None and isinstance(round, int):
+            self.members.begin_round(self, round)
         active_fraction = float(active.mean()) if active_fraction is None else active_fraction
         self.steps = np.zeros(len(self.ids), dtype=np.int64)
         work = partial(self._train_group, round, active_fraction)
@@ -255,6 +261,13 @@ class Shard:
         if STATISTICS in mixed:
             mixed = self._merge_statistics(mixed)
         merge_states(self.state, mixed, self.method.merge, away, self._width)
+        if self.members is not None:
+            self.members.restore_leaving(self)
+
+    def merge_rows(self, rows: Integers, message: Message) -> None:
+        """Merge a message into the states of some clients alone, as when they join."""
+        old = take_rows(self.state, rows)
+        write_rows(self.state, rows, vmap_clients(self.method.merge)(old, message))
 
     def _add_statistics(self, message: Message, rows: Integers | None = None) -> Message:
         """The message with the running statistics, weighed as its shared part is, if they are sent.

@@ -93,6 +93,11 @@ def check_shared_config(config: Config) -> None:
             "data.unseen between peers: a peer knows its own data alone, so nobody could test the "
             "others; leave it out, and simulate the same configuration with it."
         )
+    if config.data.changes_members:
+        raise QuiverError(
+            "data.joins and data.leaves are for simulations: a peer joins when all have signed "
+            "quiver peer amend --join, and leaves with quiver peer leave. Leave them out."
+        )
     weights = config.model.options().get("weights")
     if config.model.name == PRETRAINED and weights and "sha256" not in config.model.options():
         digest = hash_weights(Path(weights).expanduser())

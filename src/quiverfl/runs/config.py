@@ -89,6 +89,12 @@ class DataConfig(Section):
     unseen_epochs: int | None = None
     unseen_part: Part | None = None
     unseen_when: When = "last"
+    joins: tuple[tuple[int, int], ...] | None = None
+    """Rounds in which members join, and how many: the last of the clients, in their order."""
+    leaves: tuple[tuple[int, int], ...] | None = None
+    """Rounds from which members are gone for good, and how many."""
+    join_mass: float = 1.0
+    """The push-sum mass that each of those who join brings."""
     options: Options = Field(default_factory=dict)
     """Options of the source, such as the columns of a table."""
 
@@ -109,6 +115,16 @@ class DataConfig(Section):
                     f"data.{key} needs data.unseen: say how many clients are held out."
                 )
         return self
+
+    @model_validator(mode="after")
+    def _mass_of_somebody(self) -> DataConfig:
+        if self.joins is None and self.join_mass != 1:
+            raise QuiverError("data.join_mass needs data.joins: say who joins, and when.")
+        return self
+
+    @property
+    def changes_members(self) -> bool:
+        return bool(self.joins or self.leaves)
 
     def unseen_options(self) -> Options:
         return {key: getattr(self, key) for key in UNSEEN_OPTIONS}

@@ -39,7 +39,7 @@ from quiverfl.runs.simulate import Simulation, make_seeded_topology, make_usual_
 from quiverfl.support.cards import ReprCard, format_thousands
 from quiverfl.support.references import hash_source, is_reference
 from quiverfl.task import Task
-from quiverfl.topologies import Topology, make_topology
+from quiverfl.topologies import Membership, Topology, make_topology, with_members
 
 # Ctrl-C in a run that writes to a folder: the round it is in is finished and saved.
 
@@ -460,7 +460,18 @@ def make_task(config: Config, dataset: Dataset, own: Sequence[int] | None = None
 
 
 def make_run_topology(config: Config, method: Method, clients: int) -> Topology:
-    """The configured topology, or the usual one of the method."""
+    """The configured topology, or the usual one of the method; members may join it and leave."""
+    data = config.data
+    if not data.changes_members:
+        return _make_topology(config, method, clients)
+    membership = Membership(
+        clients, data.joins or (), data.leaves or (), data.join_mass, config.run.seed
+    )
+    make = partial(_make_topology, config, method)
+    return with_members(make, membership, gives_mass=method.mass is not None)
+
+
+def _make_topology(config: Config, method: Method, clients: int) -> Topology:
     name, options = config.topology.name, config.topology.options()
     if name == "auto":
         if config.clock.waits == "pairs" and method.topology not in ("isolated", "star"):

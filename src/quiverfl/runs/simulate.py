@@ -32,6 +32,7 @@ from quiverfl.engine.history import (
     check_callbacks,
 )
 from quiverfl.engine.local.programs import is_convolutional
+from quiverfl.engine.members import check_members
 from quiverfl.engine.rounds import run_rounds
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
@@ -102,6 +103,17 @@ class Simulation:
                     f'clock.waits = "{self.timing.clock.waits}" with data.unseen: clients that '
                     "nobody has seen are tested in rounds; leave one of them out."
                 )
+        if self.topology.membership is not None:
+            check_members(
+                self.topology.membership,
+                self.topology,
+                self.transforms,
+                self.settings,
+                world=self.world,
+                timed=self.timing is not None,
+                unseen=self.data.unseen is not None,
+                delay=graph_needs(self.method).delay,
+            )
         if self.data.unseen is not None:
             fits = (self.task, self.data, self.method, self.training)
             check_unseen(self.data.unseen, *fits, self.transforms, self.settings)
@@ -121,6 +133,7 @@ class Simulation:
             settings,
             clients=None if ids is None else ids.tolist(),
             report_spec=self.topology.reports,
+            membership=self.topology.membership,
             private=private if isinstance(private, DPSGD) else None,
             measured=measured,
             world=world,

@@ -25,6 +25,7 @@ from quiverfl.topologies.fixed import (
 )
 from quiverfl.topologies.from_graphs import custom, from_matrix, from_networkx, metropolis
 from quiverfl.topologies.graph import Graph
+from quiverfl.topologies.membership import Membership, with_members
 from quiverfl.topologies.participation import Exchange, Keeper, participating, unreliable
 from quiverfl.topologies.random import erdos_renyi, random_pull, random_push, random_regular
 from quiverfl.topologies.reports import ReportSpec, ReportView
@@ -33,6 +34,7 @@ from quiverfl.topologies.topology import Topology
 __all__ = [
     "TOPOLOGIES",
     "Graph",
+    "Membership",
     "ReportSpec",
     "ReportView",
     "Topology",
@@ -66,6 +68,7 @@ __all__ = [
     "topology_options",
     "torus",
     "unreliable",
+    "with_members",
 ]
 
 EXCHANGES: dict[str, Exchange] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import sparse
@@ -16,6 +16,9 @@ from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.reports import ReportSpec, ReportView
 from quiverfl.topologies.shown_graph import TopologyCard
 from quiverfl.types import Flags, Floats, Integers
+
+if TYPE_CHECKING:
+    from quiverfl.topologies.membership import Membership
 
 
 @refuse_old_names(looks="reports", fixed="from_graph", checked="with_check")
@@ -33,6 +36,8 @@ class Topology(TopologyCard):
     options: Mapping[str, Any] = field(default_factory=dict)
     reports: ReportSpec | None = None
     """What clients report; set for an adaptive topology."""
+    membership: Membership | None = None
+    """Who is a member in which round, where members join or leave (`with_members`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clients", python_number(self.clients))
