@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -23,6 +24,7 @@ from quiverfl.cli.runs import make_watch_server
 from quiverfl.cli.server import make_server
 from quiverfl.errors import QuiverError
 from quiverfl.results.report.overview import RunFinder
+from quiverfl.results.report.watch import make_watch_page
 from run_folders import Recipe, write_exact, write_json, write_lines, write_run
 
 NASTY = "<script>alert(1)</script>"
@@ -173,6 +175,17 @@ def test_a_folder_that_goes_while_it_is_watched_ends_nothing(
     shutil.rmtree(runs)
     assert finder.version() != version
     assert finder.read() == []
+
+
+def test_each_case_has_curves_of_its_own_scale_and_names_without_the_case(tmp_path: Path) -> None:
+    for clients, rounds in ((3, 2), (5, 40)):
+        for method in ("local", "dfedpgp"):
+            recipe = Recipe(rounds=rounds, clients=clients, method=method)
+            write_run(tmp_path / f"{method}-{clients}", recipe)
+    page = make_watch_page(RunFinder(tmp_path), 1.0)
+    assert set(re.findall(r'data-label="([^"]*)"', page)) == {"Local", "DFedPGP"}
+    scales = re.findall(r'"scale":\s*"([^"]*)"', page)
+    assert (len(scales), len(set(scales))) == (4, 2)  # a case's two stages share one
 
 
 @contextmanager

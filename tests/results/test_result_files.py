@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import quiverfl as qv
 from quiverfl.cli.main import app
 from quiverfl.errors import QuiverError
-from quiverfl.results.figures import name_alike, plot_bars, plot_curves
-from quiverfl.results.groups import Group, group_runs
+from quiverfl.results.figures import plot_bars, plot_curves
+from quiverfl.results.groups import Group, group_runs, name_alike
 from quiverfl.results.report.page import make_title
 from quiverfl.results.run_files import find_runs
 from quiverfl.results.tables import ResultFiles, write_results

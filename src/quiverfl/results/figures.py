@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +30,7 @@ from quiverfl.results.curves import (
     visible_range,
 )
 from quiverfl.results.formatting import write_result_file
-from quiverfl.results.groups import Group, common_metric, split_by_case
+from quiverfl.results.groups import Group, common_metric, name_alike, split_by_case
 from quiverfl.results.scores import compare_groups, run_scores
 from quiverfl.results.summary import STAGES, Report, client_frame, headline_metric, mean_by_round
 from quiverfl.types import Floats
@@ -165,12 +164,6 @@ def draw_bars(axes: Axes, groups: Sequence[Group], stage: str, report: Report = 
     _label_metric(axes, metric, "y")
     axes.label_outer()
     axes.tick_params(labelbottom=True)
-
-
-def name_alike(groups: Sequence[Group]) -> list[Group]:
-    """The groups by their names, which look the same in every case."""
-    styles = {group.name: group.style for group in reversed(groups)}
-    return [replace(group, label=group.name, style=styles[group.name]) for group in groups]
 
 
 def plot_bars(

@@ -301,6 +301,12 @@ def split_by_case(groups: Sequence[Group]) -> dict[str, list[Group]]:
     return {case: [group for group in groups if group.case == case] for case in cases}
 
 
+def name_alike(groups: Sequence[Group]) -> list[Group]:
+    """The groups by their names, which look the same in every case."""
+    styles = {group.name: group.style for group in reversed(groups)}
+    return [replace(group, label=group.name, style=styles[group.name]) for group in groups]
+
+
 def _method_position(run: RunResult) -> tuple[bool, int, str]:
     return run.order is None, run.order or 0, run.title.casefold()
 

@@ -40,7 +40,7 @@ from quiverfl.results.formatting import (
     write_result_file,
     write_tables,
 )
-from quiverfl.results.groups import Group, common_metric, split_by_case
+from quiverfl.results.groups import Group, common_metric, name_alike, split_by_case
 from quiverfl.results.palette import normalize_method
 from quiverfl.results.run_files import RunResult
 from quiverfl.results.scores import compare_groups, compare_unseen, find_group, rounds_to_target
@@ -165,7 +165,7 @@ def write_results(
         from quiverfl.results import figures  # late: matplotlib
 
         for path in files.figures:
-            rows = split_by_case(figures.name_alike(groups))
+            rows = split_by_case(name_alike(groups))
             figures.save_figure(figures.plot_curves(rows, stages), path)
         for path in files.bars:
             figures.save_figure(figures.plot_bars(groups, stages, report), path)

@@ -231,7 +231,7 @@ class Results(ReprCard):
         """Learning curves or bars, at both stages or one. Files end in .pdf, .svg or .png."""
         from quiverfl.results import figures
         from quiverfl.results.curves import AGAINST
-        from quiverfl.results.groups import split_by_case
+        from quiverfl.results.groups import name_alike, split_by_case
         from quiverfl.results.summary import STAGES
         from quiverfl.results.tables import ResultFiles
 
@@ -247,7 +247,7 @@ class Results(ReprCard):
             if kind == "bars":
                 figure = figures.plot_bars(groups, stages)
             else:
-                rows = split_by_case(figures.name_alike(groups))
+                rows = split_by_case(name_alike(groups))
                 figure = figures.plot_curves(rows, stages, against, metric)
         for place in places:
             figures.save_figure(figure, place)

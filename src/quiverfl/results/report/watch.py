@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quiverfl.results import formatting as numbers
 from quiverfl.results.curves import Chart, live_chart
-from quiverfl.results.groups import Group, common_metric, group_runs, split_by_case
+from quiverfl.results.groups import Group, common_metric, group_runs, name_alike, split_by_case
 from quiverfl.results.report.html import (
     Markup,
     embed_json,
@@ -49,7 +49,7 @@ def make_watch_page(finder: RunFinder, every: float) -> str:
 
 def _curve_sections(groups: Sequence[Group]) -> list[Markup]:
     sections = []
-    for number, (case, own) in enumerate(split_by_case(groups).items()):
+    for number, (case, own) in enumerate(split_by_case(name_alike(groups)).items()):
         metric = common_metric(own)
         title = case or "Learning curves"
         curves = sum(len(group.runs) + len(group.under_way) for group in own)
@@ -60,6 +60,8 @@ def _curve_sections(groups: Sequence[Group]) -> list[Markup]:
         else:
             words = f"Mean over clients of the test {metric}, one curve for each run."
             charts = [(stage, live_chart(own, stage, metric)) for stage in STAGES]
+            for _, chart in charts:  # the rounds of another case would squeeze these
+                chart["scale"] = f"{chart['scale']} {number}"
             drawn = tag("div", *(_panel(stage, chart) for stage, chart in charts), class_="panels")
             content = [lead_paragraph(words), make_legend(own), drawn]
         sections.append(section(f"case-{number}", title, *content))
