@@ -88,3 +88,19 @@ def test_identities_stay_what_they_were() -> None:
 
 EXPERIMENT = "e4cceaa09db11bdae983e002a91fe5595c307485222d888ea518347d02858607"
 IDENTITY = "e6386c34170add54118f7e8057b9229103b8e94ff9c0ed3497321a24ee4e66e2"
+
+
+def test_a_graph_by_its_name_takes_no_options_that_were_for_the_usual_ones() -> None:
+    base = parse_config({"topology": {"neighbors": 3, "sampled": 2, "participation": 0.5}})
+    ring = base.with_values([("topology.name", "ring")]).topology
+    assert (ring.name, ring.options()) == ("ring", {"participation": 0.5})
+    push = base.with_values([("topology.name", "random_push")]).topology
+    assert push.options() == {"neighbors": 3, "participation": 0.5}
+    # What is set beside the name, before or behind it, is never left out.
+    for values in ([("topology.neighbors", 4)], [("topology.sampled", 4)]):
+        given = base.with_values([*values, ("topology.name", "ring")]).topology
+        assert given.options() == {values[0][0].partition(".")[2]: 4, "participation": 0.5}
+    named = parse_config({"topology": {"name": "random_push", "neighbors": 3}})
+    assert named.with_values([("topology.name", "ring")]).topology.options() == {"neighbors": 3}
+    method = base.with_values([("method.proximal", 0.3), ("method.name", "fedprox")]).method
+    assert method.options() == {"proximal": 0.3}

@@ -253,3 +253,17 @@ def test_an_override_may_name_the_options_of_its_own_method_only() -> None:
     assert config.method.model_extra == {"finetune_lr": 0.01}
     with pytest.raises(QuiverError, match=r"overrides\.fedbabu.*method\.step_floor"):
         parse_config(overridden(step_floor=0.1))
+
+
+def test_a_graph_that_a_case_or_a_grid_names_takes_no_options_of_the_usual_ones(
+    tmp_path: Path,
+) -> None:
+    base = BASE + "[topology]\nneighbors = 2\nsampled = 3\n"
+    case = 'base = "base.toml"\n[[case]]\nname = "r"\ntopology = { name = "ring" }\n'
+    grid = 'base = "base.toml"\n[grid]\ntopology.name = ["ring", "random_push"]\n'
+    keys = ("topology.name", "topology.neighbors", "topology.sampled")
+    assert values(sweep(tmp_path, case, base), *keys) == [("ring", None, None)]
+    assert values(sweep(tmp_path, grid, base), *keys) == [
+        ("ring", None, None),
+        ("random_push", 2, None),
+    ]

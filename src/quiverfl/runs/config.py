@@ -52,7 +52,7 @@ from quiverfl.methods import METHODS, Method
 from quiverfl.objectives import find_loss, find_metrics
 from quiverfl.options import python_number
 from quiverfl.support.references import is_reference
-from quiverfl.topologies import TOPOLOGIES
+from quiverfl.topologies import TOPOLOGIES, topology_options
 from quiverfl.training import Training
 from quiverfl.transforms import TRANSFORMS, Transforms, make_transforms
 
@@ -272,8 +272,7 @@ class Config(Section):
     def with_values(self, values: Iterable[tuple[str, Any]]) -> Config:
         """Return a configuration with some keys set, each named `section.key`."""
         tree = self.model_dump(mode="json", exclude_unset=True)
-        for path, value in values:
-            set_value(tree, path, value)
+        set_values(tree, values)
         return parse_config(tree)
 
     def for_method(self, name: str) -> Config:
@@ -433,6 +432,12 @@ def _find_method(name: str, source: str) -> Callable[..., Method]:
         raise QuiverError(f"{source}: {error}") from error
 
 
+def set_values(tree: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
+    """Set keys `section.key`: names first, since another name takes options out."""
+    for path, value in sorted(values, key=lambda one: not one[0].endswith(".name")):
+        set_value(tree, path, value)
+
+
 def set_value(tree: dict[str, Any], path: str, value: Any) -> None:
     """Set a key `section.key` of a tree of sections; UNSET takes it out."""
     section, separator, key = path.partition(".")
@@ -440,6 +445,8 @@ def set_value(tree: dict[str, Any], path: str, value: Any) -> None:
         raise QuiverError(f"{path!r}: name a key as section.key, such as training.lr.")
     if section == "method" and key == "name" and tree.get("method", {}).get("name") != value:
         tree["method"] = {}  # another method, or the default one, has other options
+    if (section, key) == ("topology", "name") and value in TOPOLOGIES:
+        leave_topology_options(tree, value)
     target = tree.setdefault(section, {})
     *inner, last = _split_key(key)
     for part in inner:
@@ -450,6 +457,14 @@ def set_value(tree: dict[str, Any], path: str, value: Any) -> None:
         target.pop(last, None)
     else:
         target[last] = value
+
+
+def leave_topology_options(tree: dict[str, Any], name: str) -> None:
+    """Take out what was written for the graphs of "auto" and this one has no use for."""
+    options = tree.get("topology", {})
+    if options.get("name", "auto") == "auto":
+        for key in {"neighbors", "sampled"} - set(topology_options(name)):
+            options.pop(key, None)
 
 
 def _split_key(key: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quiverfl.errors import QuiverError, suggest
-from quiverfl.runs.config import UNSET, Config, parse_config, set_value
+from quiverfl.runs.config import UNSET, Config, parse_config, set_values
 
 SWEEP_KEYS = ("base", "methods", "seeds", "grid", "case", "scale", "tuning")
 """Top-level keys of a sweep, which a configuration never has."""
@@ -58,14 +58,14 @@ def load_config(path: Path, values: Iterable[str] = ()) -> Config:
     name, path = path, config_file(path)
     tree = read_toml(path, f"{path}: no such configuration file.")
     _refuse_sweep(tree, name)
-    for text in values:
-        key, value = parse_setting(text)
+    settings = [parse_setting(text) for text in values]
+    for key, _ in settings:
         if key.partition(".")[0] == "peers":
             raise QuiverError(
                 f"--set {key}: [peers] is for real peers and changes nothing here; write it into "
                 "their run.toml."
             )
-        set_value(tree, key, value)
+    set_values(tree, settings)
     tree.pop("peers", None)  # [peers] is for real peers; the same file can be simulated first
     return parse_config(tree, f"{name} and --set" if values else str(name))
 

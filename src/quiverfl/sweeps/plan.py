@@ -41,11 +41,12 @@ from quiverfl.errors import QuiverError, suggest
 from quiverfl.identity import flatten_settings
 from quiverfl.results.formatting import write_result_file
 from quiverfl.results.run_files import read_json
-from quiverfl.runs.config import UNSET, Config, parse_config
+from quiverfl.runs.config import UNSET, Config, leave_topology_options, parse_config
 from quiverfl.runs.config_files import SWEEP_KEYS, config_file, is_bundled, parse_setting, read_toml
 from quiverfl.runs.folder import RunFolder
 from quiverfl.seeds import check_seeds
 from quiverfl.support import durable, output_folders
+from quiverfl.topologies import TOPOLOGIES
 
 Tree = dict[str, Any]
 GridPoint = tuple[tuple[str, Any], ...]
@@ -304,6 +305,9 @@ def _of_case(base: Tree, name: str, case: Tree, path: Path) -> Tree:
             )
         del holder[last]
     own = {key: value for key, value in case.items() if key != "without"}
+    topology = own.get("topology", {})
+    if isinstance(topology, dict) and topology.get("name") in TOPOLOGIES:
+        leave_topology_options(tree, topology["name"])
     return _overlay(tree, own)
 
 
