@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import quiverfl as qv
 from quiverfl.clock.devices import MICROSECONDS, Devices
 from quiverfl.clock.player import Player
+from quiverfl.clock.push import Push
 from quiverfl.clock.run import make_player
-from quiverfl.clock.schedule import Job, Pairs, Push
+from quiverfl.clock.schedule import Job, Pairs
 from quiverfl.clock.settings import Timing
 from quiverfl.engine.exchange.fixed_point import UNIT
 from quiverfl.engine.shard import Shard
@@ -184,7 +185,7 @@ def test_mass_is_exact_at_every_instant(
     for t in range(1, 20):
         seen += schedule.jobs_until(t * S)
         assert sum(schedule.mass()) == 6 * UNIT
-        assert all(job.units > 0 for job in schedule.running.values())
+        assert all(job.units > 0 for job in schedule.running)
     assert [job.finish for job in seen] == sorted(job.finish for job in seen)
 
 
@@ -193,7 +194,7 @@ def test_a_schedule_by_hand() -> None:
     devices = Devices(np.array([1.0, 3.0]), 100.0, 1e9)  # type: ignore[arg-type]
     schedule = Push(devices, np.ones(2, np.int64), np.full(2, 100), random_push(2, 1))
     jobs = [(j.client, j.start // S, j.finish // S, j.own, j.gives, j.takes)
-            for j in schedule.until(5 * S)]  # fmt: skip
+            for j in schedule.jobs_until(5 * S)]  # fmt: skip
     assert jobs == [
         (0, 0, 1, 0.5, 1, []),
         (0, 1, 2, 0.5, 1, []),  # its link is free again at 2 s
@@ -202,7 +203,7 @@ def test_a_schedule_by_hand() -> None:
         (0, 3, 4, 0.5, 1, []),
         (0, 4, 5, 0.5, 1, [(1, 0.5)]),  # from client 1, which sent from 3 to 4 s
     ]
-    following = schedule.running[1]
+    following = list(schedule.running)[1]
     assert [number for number, _ in following.takes] == [0, 2]  # arrived at 2 and 3 s
     held, flying = schedule.mass()
     assert held + flying == 2 * UNIT
@@ -212,12 +213,12 @@ def test_pairs_meet_in_a_drawn_order_and_average() -> None:
     devices = Devices(np.ones(6), 1e9, 1e9)  # type: ignore[arg-type]
     meetings: set[tuple[int, int]] = set()
     schedule = Pairs(devices, np.ones(6, np.int64), np.full(6, 100), seed=1)
-    number = {job.number: job.client for job in schedule.running.values()}
+    number = {job.number: job.client for job in schedule.running}
     for t in range(1, 40):
         for job in schedule.jobs_until(t * S):
             assert (job.own, job.gives) == (0.5, 1)
-        number |= {job.number: job.client for job in schedule.running.values()}
-        for job in schedule.running.values():
+        number |= {job.number: job.client for job in schedule.running}
+        for job in schedule.running:
             meetings |= {(job.client, number[n]) for n, _ in job.takes}
     assert len(meetings) == 30  # everybody met everybody
 

@@ -188,6 +188,9 @@ def test_a_run_and_its_folder_are_retimed_alike_and_learn_nothing_new(tmp_path: 
         qv.retime(live, Devices.draw(7))
     with pytest.raises(QuiverError, match='for "graph" or "all"'):
         qv.retime(live, devices, waits="nobody")
+    (tmp_path / "run" / "rounds.jsonl").unlink()  # as records of runs are shipped
+    with pytest.raises(QuiverError, match="no lines of rounds"):
+        qv.retime(tmp_path / "run", devices)
 
 
 def test_a_round_without_each_clients_steps_and_bytes_is_not_timed(

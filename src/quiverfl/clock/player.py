@@ -6,22 +6,20 @@ A message stays in the pool until everybody who will take a part of it has taken
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.clock.schedule import Job, Schedule
+from quiverfl.clock.schedule import Jobs, Schedule
 from quiverfl.engine.exchange.fixed_point import UNIT
 from quiverfl.engine.local.vmap import vmap_clients
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.states import take_rows, write_rows
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message
-from quiverfl.types import Integers
+from quiverfl.types import Floats, Integers
 
 POOL = "pool/"
 
@@ -48,66 +46,58 @@ class Player:
     def train_until(self, t: int) -> int:
         """Carry out all jobs that end up to t; how many there were."""
         jobs = self.schedule.jobs_until(t)
-        levels: dict[int, list[Job]] = defaultdict(list)
-        level: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for place, job in enumerate(jobs):  # in the order they end, so after all that they need
-            if self._together:
-                needs = [level.get(number, 0) for number, _ in job.takes]
-                level[job.number] = last[job.client] = 1 + max([last.get(job.client, 0), *needs])
-                levels[level[job.number]].append(job)
-            else:
-                levels[place].append(job)
-        for key in sorted(levels):
-            self._train(sorted(levels[key], key=lambda job: job.client))
+        levels = _find_levels(jobs) if self._together else np.arange(len(jobs))
+        order = np.lexsort((jobs.client, levels))
+        for places in np.split(order, np.flatnonzero(np.diff(levels[order])) + 1):
+            if len(places):
+                self._train(jobs.pick(places))
         return len(jobs)
 
     def merge_running(self, t: int) -> None:
         """Let everybody take what it has taken by t: the state it trains from at that moment."""
-        running = sorted(self.schedule.running.items())
-        self._merge([job for _, job in running if job.start <= t < job.finish])
+        running = self.schedule.running
+        self._merge(running.pick((running.start <= t) & (t < running.finish)))
 
-    def _train(self, jobs: Sequence[Job]) -> None:
+    def _train(self, jobs: Jobs) -> None:
         self._merge(jobs)
-        self._merged.difference_update(job.number for job in jobs)
-        rows = np.array([job.client for job in jobs])
-        self._rounds[rows] = [job.round for job in jobs]
+        self._merged.difference_update(jobs.number.tolist())
+        rows = jobs.client
+        self._rounds[rows] = jobs.round
         active = np.zeros(len(self._rounds), dtype=bool)
         active[rows] = True
         self._shard.train(self._rounds, active, active_fraction=1.0)
         message = self._shard.outbox(rows)
         self._pool.add(jobs, self._bias(message, jobs))
-        self._last[rows] = [job.number for job in jobs]
-        self._own[rows] = [job.own for job in jobs]
+        self._last[rows], self._own[rows] = jobs.number, jobs.own
         self.widths.append(len(jobs))
 
-    def _bias(self, message: Message, jobs: Sequence[Job]) -> Message:
+    def _bias(self, message: Message, jobs: Jobs) -> Message:
         """Without the mass, which the schedule counts; a method without one sends μ · z."""
         if self._mass is not None:
             return {name: leaf for name, leaf in message.items() if name != self._mass}
-        units = np.array([job.units / UNIT for job in jobs])
+        units = jobs.units / UNIT
         if (units == 1).all():
             return message
         return {name: leaf * _column(units, leaf) for name, leaf in message.items()}
 
-    def _merge(self, jobs: Sequence[Job]) -> None:
+    def _merge(self, jobs: Jobs) -> None:
         """What jobs take before they train: their own part first, then the others' as they came."""
-        jobs = [job for job in jobs if job.round > 0 and job.number not in self._merged]
-        if not jobs:
+        merged = np.fromiter((n in self._merged for n in jobs.number.tolist()), bool, len(jobs))
+        jobs = jobs.pick((jobs.round > 0) & ~merged)
+        if not len(jobs):
             return
         # Those that take the most come first: the k-th part is then for the first few rows.
-        jobs = sorted(jobs, key=lambda job: -len(job.takes))
-        rows = np.array([job.client for job in jobs])
-        mixed = self._pool.take(self._last[rows], self._own[rows])
-        counts = np.array([len(job.takes) for job in jobs])
-        begins = np.cumsum(counts) - counts
-        numbers = np.array([number for job in jobs for number, _ in job.takes], dtype=np.int64)
-        weights = np.array([weight for job in jobs for _, weight in job.takes])
+        jobs = jobs.pick(np.argsort(-np.diff(jobs.begins), kind="stable"))
+        rows, begins = jobs.client, jobs.begins[:-1]
+        counts = np.diff(jobs.begins)
+        own, sources = self._pool.find(self._last[rows]), self._pool.find(jobs.sources)
+        mixed = self._pool.read(own, self._own[rows])
         for turn in range(int(counts[0])):
             places = begins[: int((counts > turn).sum())] + turn
-            for name, leaf in self._pool.take(numbers[places], weights[places]).items():
+            for name, leaf in self._pool.read(sources[places], jobs.weights[places]).items():
                 mixed[name][: len(places)] += leaf
-        units = np.array([job.units / UNIT for job in jobs])
+        self._pool.count(np.concatenate([own, sources]))
+        units = jobs.units / UNIT
         if self._mass is not None:
             old = getattr(self._shard.state, self._mass)
             mixed[self._mass] = torch.from_numpy(units).to(old)
@@ -117,7 +107,7 @@ class Player:
             state = self._shard.state
             merged = vmap_clients(self._shard.method.merge)(take_rows(state, rows), mixed)
             write_rows(state, rows, merged)
-        self._merged.update(job.number for job in jobs)
+        self._merged.update(jobs.number.tolist())
 
     def tensors(self) -> dict[str, Tensor]:
         """Messages that somebody will still take. The rest follows from the schedule."""
@@ -129,11 +119,32 @@ class Player:
 
     def replay(self, t: int) -> None:
         """Bring the schedule to where it was at t, after `merge_running(t)`."""
-        for job in self.schedule.jobs_until(t):
-            self._rounds[job.client] = job.round
-            self._last[job.client], self._own[job.client] = job.number, job.own
-        running = self.schedule.running.values()
-        self._merged = {job.number for job in running if job.start <= t < job.finish}
+        jobs = self.schedule.jobs_until(t)
+        clients, last = np.unique(jobs.client[::-1], return_index=True)
+        ended = jobs.pick(len(jobs) - 1 - last)
+        self._rounds[clients] = ended.round
+        self._last[clients], self._own[clients] = ended.number, ended.own
+        running = self.schedule.running
+        merged = (running.start <= t) & (t < running.finish)
+        self._merged = set(running.number[merged].tolist())
+
+
+def _find_levels(jobs: Jobs) -> Integers:
+    """For each job how many must be carried out before it, one after the other."""
+    level: dict[int, int] = {}
+    last: dict[int, int] = {}
+    found = []
+    sources, begins = jobs.sources.tolist(), jobs.begins.tolist()
+    rows = zip(jobs.number.tolist(), jobs.client.tolist(), begins, begins[1:], strict=False)
+    for number, client, begin, end in rows:  # in the order they end, so after all that they need
+        highest = last.get(client, 0)
+        for source in sources[begin:end]:
+            needed = level.get(source, 0)
+            if needed > highest:
+                highest = needed
+        level[number] = last[client] = highest + 1
+        found.append(highest + 1)
+    return np.array(found, dtype=np.int64)
 
 
 class _Pool:
@@ -149,14 +160,13 @@ class _Pool:
         """The number of the job whose message is in a slot."""
         self._free: list[int] = []
 
-    def add(self, jobs: Sequence[Job], message: Message) -> None:
+    def add(self, jobs: Jobs, message: Message) -> None:
         """Keep the messages of some jobs: one part for the sender, and one for each receiver."""
         slots = self._reserve(len(jobs), message)
         index = torch.from_numpy(slots)
         for name, leaf in message.items():
             self._leaves[name][index.to(leaf.device)] = leaf
-        numbers = np.array([job.number for job in jobs])
-        self._note(numbers, slots, np.array([job.gives + 1 for job in jobs]))
+        self._note(jobs.number, slots, jobs.gives + 1)
 
     def _note(self, numbers: Integers, slots: Integers, uses: Integers) -> None:
         last = int(numbers.max(initial=0))
@@ -166,24 +176,31 @@ class _Pool:
             self._slots = more
         self._slots[numbers], self._owners[slots], self._uses[slots] = slots, numbers, uses
 
-    def take(self, numbers: Integers, weights: Any) -> Message:
-        """These parts of the messages of these jobs, one for each."""
+    def find(self, numbers: Integers) -> Integers:
+        """Where the messages of these jobs lie."""
         slots = self._slots[numbers]
         if (slots < 0).any():
             raise QuiverError(
                 f"the checkpoint has no message of job {int(numbers[slots < 0][0])}: it was "
                 "written by a run with other devices, or before the graph was changed."
             )
+        return slots
+
+    def read(self, slots: Integers, weights: Floats) -> Message:
+        """These parts of the messages in these slots, one for each."""
         index = torch.from_numpy(slots)
         parts = {}
         for name, leaf in self._leaves.items():
             rows = leaf.index_select(0, index.to(leaf.device))
             parts[name] = rows.mul_(_column(weights, rows))
+        return parts
+
+    def count(self, slots: Integers) -> None:
+        """One part of the message in each of these slots is taken: the last one makes room."""
         np.subtract.at(self._uses, slots, 1)
         done = np.unique(slots[self._uses[slots] == 0])
         self._slots[self._owners[done]] = -1
         self._free += done.tolist()
-        return parts
 
     def tensors(self) -> dict[str, Tensor]:
         slots = np.flatnonzero(self._uses > 0)

@@ -12,8 +12,9 @@ import numpy as np
 
 from quiverfl.clock.devices import MICROSECONDS, Devices, microseconds
 from quiverfl.clock.player import Player
+from quiverfl.clock.push import Push
 from quiverfl.clock.rounds import RoundTimer, RoundTimes, choose_kind
-from quiverfl.clock.schedule import Pairs, Push, Schedule
+from quiverfl.clock.schedule import Pairs, Schedule
 from quiverfl.clock.settings import Timing
 from quiverfl.data.batches import count_batches
 from quiverfl.engine.history import Clock, Recorder

@@ -7,48 +7,105 @@ function of the configuration. At one instant everybody gives, then everybody ta
 
 from __future__ import annotations
 
-import gc
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from quiverfl.clock.devices import MICROSECONDS, Devices, microseconds
-from quiverfl.engine.exchange.fixed_point import UNIT, split_mass, to_units
+from quiverfl.clock.devices import MICROSECONDS, NEVER, Devices, microseconds
+from quiverfl.engine.exchange.fixed_point import UNIT
 from quiverfl.seeds import stream
-from quiverfl.topologies.graph import Graph
-from quiverfl.types import Floats, Integers
+from quiverfl.types import Flags, Floats, Integers
 
-LEAST = UNIT // 16
-"""A client with less mass gives nothing before something has come, as async peers do."""
-KNOWN_ROUNDS = 512
-"""Graphs that are kept: clients are in different rounds."""
+SLOWEST = 1 << 48
+"""Microseconds of a message at most, nine years: sums of them stay whole numbers of 64 bits."""
 
 
+@dataclass(slots=True)
 class Job:
     """One local round of one client. `takes` are (number of a job, weight), in the order added."""
 
-    __slots__ = ("client", "finish", "gives", "number", "own", "round", "start", "takes", "units")
+    number: int
+    client: int
+    round: int
+    start: int
+    finish: int
+    units: int
+    """The mass with which it trains, in units of 2^-48, with what it takes before."""
+    takes: list[tuple[int, float]] = field(default_factory=list)
+    own: float = 1.0
+    """The weight of its message that stays."""
+    gives: int = 0
+    """How many others take a part of its message."""
 
-    def __init__(
-        self,
-        number: int,
-        client: int,
-        round: int,
-        start: int,
-        finish: int,
-        units: int,
-        takes: list[tuple[int, float]],
-    ) -> None:
-        self.number, self.client, self.round = number, client, round
-        self.start, self.finish = start, finish
-        self.units, self.takes = units, takes
-        """The mass with which it trains, in units of 2^-48, and what it takes before."""
-        self.own, self.gives = 1.0, 0
-        """The weight of its message that stays, and how many others take a part of it."""
+
+@dataclass(frozen=True, eq=False)
+class Jobs:
+    """Many jobs, as arrays. `begins[i]` is where the i-th one's `sources` and `weights` begin."""
+
+    number: Integers
+    client: Integers
+    round: Integers
+    start: Integers
+    finish: Integers
+    units: Integers
+    own: Floats
+    gives: Integers
+    begins: Integers
+    """One more than there are jobs."""
+    sources: Integers
+    weights: Floats
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job]) -> Jobs:
+        columns = {
+            name: np.array([getattr(job, name) for job in jobs], dtype=np.int64) for name in WHOLE
+        }
+        takes = [take for job in jobs for take in job.takes]
+        return cls(
+            **columns,
+            own=np.array([job.own for job in jobs], dtype=np.float64),
+            begins=count_up(np.array([len(job.takes) for job in jobs], dtype=np.int64)),
+            sources=np.array([number for number, _ in takes], dtype=np.int64),
+            weights=np.array([weight for _, weight in takes], dtype=np.float64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def __iter__(self) -> Iterator[Job]:
+        for place in range(len(self)):
+            part = slice(self.begins[place], self.begins[place + 1])
+            takes = zip(self.sources[part].tolist(), self.weights[part].tolist(), strict=True)
+            whole = {name: int(getattr(self, name)[place]) for name in WHOLE}
+            yield Job(**whole, takes=list(takes), own=float(self.own[place]))
+
+    def pick(self, places: Integers | Flags) -> Jobs:
+        """Some of them, in the order of `places`."""
+        begins, ends = self.begins[:-1][places], self.begins[1:][places]
+        counts = ends - begins
+        takes = list_ranges(begins, counts)
+        return Jobs(
+            **{name: getattr(self, name)[places] for name in (*WHOLE, "own")},
+            begins=count_up(counts),
+            sources=self.sources[takes],
+            weights=self.weights[takes],
+        )
+
+
+WHOLE = ("number", "client", "round", "start", "finish", "units", "gives")
+
+
+def count_up(counts: Integers) -> Integers:
+    """Where each of some stretches begins that lie one after the other, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def list_ranges(begins: Integers, counts: Integers) -> Integers:
+    """The numbers from each of `begins` on, so many of each."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(begins - before, counts) + np.arange(int(counts.sum()))
 
 
 class Schedule:
@@ -56,53 +113,34 @@ class Schedule:
 
     def __init__(self, devices: Devices, steps: Integers, payload: Integers) -> None:
         clients = devices.clients
-        self.devices, self.jobs, self.transfers = devices, 0, 0
-        self._steps = steps.tolist()
-        self._work = devices.work(steps).tolist()
-        self._payload = payload.tolist()
+        self.devices, self._steps, self._payload = devices, steps, payload
+        self._work = devices.work(steps)
         self._late = microseconds(devices.latency)
-        self._out = np.ceil(payload / devices.up * MICROSECONDS).astype(np.int64).tolist()
-        self._in = (MICROSECONDS / devices.down).tolist()
-        self.up_free, self._down_free = [0] * clients, [0] * clients
-        self.sent, self.received = [0] * clients, [0] * clients
-        self.busy, self.trained = [0] * clients, [0] * clients
+        leave = np.ceil(payload / devices.up * MICROSECONDS)
+        self._out = np.minimum(leave, SLOWEST).astype(np.int64)
+        self._in = MICROSECONDS / devices.down
+        self.sent, self.received = np.zeros((2, clients), dtype=np.int64)
+        self.busy, self.trained = np.zeros((2, clients), dtype=np.int64)
         """Microseconds of training and local steps, of the jobs that have ended."""
-        self.running: dict[int, Job] = {}
-        self._ends: list[tuple[int, int]] = []
-        for client in range(clients):
-            self._begin(client, 0, 0, UNIT, [])
+
+    @property
+    def running(self) -> Jobs:
+        """Every client's job that has not ended, in client order."""
+        raise NotImplementedError
 
     @property
     def first_end(self) -> int:
         """When the first of the running jobs ends."""
-        return int(self._ends[0][0])
+        return int(self.running.finish.min())
 
     @property
     def fastest_message(self) -> int:
         """The least that any message takes."""
-        into = min(size * pace for size, pace in zip(self._payload, self._in, strict=True))
-        return int(self._late + max(min(self._out), into))
+        into = float((self._payload * self._in).min())
+        return int(self._late + max(int(self._out.min()), into))
 
-    def jobs_until(self, t: int) -> list[Job]:
+    def jobs_until(self, t: int) -> Jobs:
         """The jobs that end up to and including t, after those that were asked for before."""
-        with _without_collector():
-            return self._play(t)
-
-    def _play(self, t: int) -> list[Job]:
-        ended: list[Job] = []
-        while self._ends and self._ends[0][0] <= t:
-            now, client = heapq.heappop(self._ends)
-            together = [self.running[client]]
-            while self._ends and self._ends[0][0] == now:
-                together.append(self.running[heapq.heappop(self._ends)[1]])
-            for job in together:
-                self.busy[job.client] += self._work[job.client]
-                self.trained[job.client] += self._steps[job.client]
-            self._end(together, now)
-            ended += together
-        return ended
-
-    def _end(self, jobs: list[Job], now: int) -> None:
         raise NotImplementedError
 
     def mass(self) -> tuple[int, int]:
@@ -111,135 +149,51 @@ class Schedule:
 
     def joules(self, t: int) -> Floats:
         """What every client has drawn up to t; a job counts when it ends."""
-        devices, busy = self.devices, np.array(self.busy) / MICROSECONDS
-        traffic = np.array(self.sent) + np.array(self.received)
+        devices, busy = self.devices, self.busy / MICROSECONDS
         idle = np.maximum(0.0, t / MICROSECONDS - busy)
         joules: Floats = devices.watts * busy + devices.idle_watts * idle
-        joules += devices.joules_per_mb * traffic / 1e6
+        joules += devices.joules_per_mb * (self.sent + self.received) / 1e6
         return joules
 
-    def _begin(
-        self, client: int, round: int, t: int, units: int, takes: list[tuple[int, float]]
-    ) -> None:
-        start, finish = t, t + self._work[client]
-        if self.devices.traces:
-            trace = self.devices.traces[client]
-            start = trace.next_there(t)
-            finish = trace.finish(start, self._work[client])
-        self.running[client] = Job(self.jobs, client, round, start, finish, units, takes)
-        self.jobs += 1
-        heapq.heappush(self._ends, (finish, client))
-
-    def _send(self, sender: int, receiver: int, now: int) -> int:
-        """When a message has arrived: first come, first served on both links."""
-        begin, free, size = self.up_free[sender], self._down_free[receiver], self._payload[sender]
-        if begin < now:
-            begin = now
-        self.up_free[sender] = out = begin + self._out[sender]
-        first = begin + self._late
-        if first < free:
-            first = free
-        arrived: int = first + int(size * self._in[receiver] + 0.999999)
-        if arrived < out + self._late:
-            arrived = out + self._late
-        if self.devices.traces:
-            arrived = self.devices.traces[receiver].next_there(arrived)
-        self._down_free[receiver] = arrived
-        self.sent[sender] += size
-        self.received[receiver] += size
-        self.transfers += 1
-        return arrived
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A schedule makes many small objects and no circles: looking for these costs more than it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-class Push(Schedule):
-    """Nobody waits: train, push shares, take what has come, train again."""
-
-    def __init__(
-        self,
-        devices: Devices,
-        steps: Integers,
-        payload: Integers,
-        topology: Callable[[int], Graph],
-    ) -> None:
-        clients = devices.clients
-        self._columns = _Columns(topology)
-        self._inbox: list[list[tuple[int, int, int, float, int]]] = [[] for _ in range(clients)]
-        self._heard, self._held = [True] * clients, [UNIT] * clients
-        super().__init__(devices, steps, payload)
-
-    def _end(self, jobs: list[Job], now: int) -> None:
-        for job in jobs:
-            self._push(job, now)
-        for job in jobs:
-            self._take(job, now)
-
-    def _push(self, job: Job, now: int) -> None:
-        client = job.client
-        if self.up_free[client] > now or (job.units < LEAST and not self._heard[client]):
-            return
-        receivers, weights = self._columns.read(client, job.round)
-        if weights is None and client in receivers:  # the usual case of what follows
-            receivers.remove(client)
-            whole = len(receivers) + 1
-            part, units = 1 / whole, job.units // whole
-            shares = [(receiver, part, units) for receiver in receivers if units]
-            own = part
-        else:
-            shares, own = _split(job, receivers, weights)
-        if not shares:
-            return
-        job.own, job.gives = own, len(shares)
-        self._heard[client] = False
-        inbox, number, send = self._inbox, job.number, self._send
-        for receiver, part, units in shares:
-            share = (send(client, receiver, now), client, number, part, units)
-            heapq.heappush(inbox[receiver], share)
-        self._held[client] -= sum(share[2] for share in shares)
-
-    def _take(self, job: Job, now: int) -> None:
-        client, inbox = job.client, self._inbox[job.client]
-        takes = []
-        while inbox and inbox[0][0] <= now:
-            _, _, number, weight, units = heapq.heappop(inbox)
-            takes.append((number, weight))
-            self._held[client] += units
-        if takes:
-            self._heard[client] = True
-        self._begin(client, job.round + 1, now, self._held[client], takes)
-
-    def mass(self) -> tuple[int, int]:
-        return sum(self._held), sum(share[-1] for inbox in self._inbox for share in inbox)
-
-
-def _split(
-    job: Job, receivers: list[int], weights: list[float] | None
-) -> tuple[list[tuple[int, float, int]], float]:
-    """(receiver, part, units) of every share that has any mass, and the part that stays."""
-    units = [1] * len(receivers) if weights is None else map(to_units, weights)
-    parts = dict(zip(receivers, units, strict=True))
-    own_units = parts.pop(job.client, 0)
-    shares, whole = split_mass(job.units, parts, own_units)
-    return [(r, parts[r] / whole, count) for r, count in shares.items()], own_units / whole
+    def _time(self, client: int, t: int) -> tuple[int, int]:
+        """When a client begins and ends a job for which it is ready at t."""
+        work = int(self._work[client])
+        if not self.devices.traces:
+            return t, t + work
+        start = self.devices.traces[client].next_there(t)
+        return start, self.devices.traces[client].finish(start, work)
 
 
 class Pairs(Schedule):
     """Who is done waits for the next who is done; the two average, and both train again."""
 
     def __init__(self, devices: Devices, steps: Integers, payload: Integers, seed: int = 0) -> None:
-        self._seed, self._waiting = seed, list[Job]()
         super().__init__(devices, steps, payload)
+        self._seed, self._waiting, self._begun = seed, list[Job](), 0
+        clients = devices.clients
+        self._up_free, self._down_free = [0] * clients, [0] * clients
+        self._running: dict[int, Job] = {}
+        self._ends: list[tuple[int, int]] = []
+        for client in range(clients):
+            self._begin(client, 0, 0, [])
+
+    @property
+    def running(self) -> Jobs:
+        return Jobs.of([job for _, job in sorted(self._running.items())])
+
+    def jobs_until(self, t: int) -> Jobs:
+        ended: list[Job] = []
+        while self._ends and self._ends[0][0] <= t:
+            now, client = heapq.heappop(self._ends)
+            together = [self._running[client]]
+            while self._ends and self._ends[0][0] == now:
+                together.append(self._running[heapq.heappop(self._ends)[1]])
+            for job in together:
+                self.busy[job.client] += self._work[job.client]
+                self.trained[job.client] += self._steps[job.client]
+            self._end(together, now)
+            ended += together
+        return Jobs.of(ended)
 
     def _end(self, jobs: list[Job], now: int) -> None:
         if len(jobs) > 1:  # whose number is lower meets whose is next, unless lots are drawn
@@ -257,31 +211,25 @@ class Pairs(Schedule):
             self._send(one.client, other.client, now), self._send(other.client, one.client, now)
         )
         for job, taken in ((one, other), (other, one)):
-            self._begin(job.client, job.round + 1, end, UNIT, [(taken.number, 0.5)])
+            self._begin(job.client, job.round + 1, end, [(taken.number, 0.5)])
 
+    def _begin(self, client: int, round: int, t: int, takes: list[tuple[int, float]]) -> None:
+        start, finish = self._time(client, t)
+        self._running[client] = Job(self._begun, client, round, start, finish, UNIT, takes)
+        self._begun += 1
+        heapq.heappush(self._ends, (finish, client))
 
-class _Columns:
-    """Who a client sends to in a round of its own, and with which weights."""
-
-    def __init__(self, topology: Callable[[int], Graph]) -> None:
-        self._topology = topology
-        self._known: OrderedDict[int, tuple[Any, Any, Any]] = OrderedDict()
-
-    def read(self, client: int, round: int) -> tuple[list[int], list[float] | None]:
-        """Receivers in client order, itself included; no weights where all are equal."""
-        pointer, rows, data = self._known.get(round) or self._add(round)
-        part = slice(pointer[client], pointer[client + 1])
-        return rows[part].tolist(), None if data is None else data[part].tolist()
-
-    def _add(self, round: int) -> tuple[Any, Any, Any]:
-        matrix = self._topology(round).sparse.tocsc()
-        matrix.sort_indices()
-        pointer, data = matrix.indptr, matrix.data
-        filled = pointer[:-1] < pointer[1:]
-        starts = pointer[:-1][filled]
-        equal = bool((np.maximum.reduceat(data, starts) == np.minimum.reduceat(data, starts)).all())
-        known = (pointer.tolist(), matrix.indices.astype(np.int32), None if equal else data)
-        self._known[round] = known
-        if len(self._known) > KNOWN_ROUNDS:
-            self._known.popitem(last=False)
-        return known
+    def _send(self, sender: int, receiver: int, now: int) -> int:
+        """When a message has arrived: first come, first served on both links."""
+        size = int(self._payload[sender])
+        begin = max(now, self._up_free[sender])
+        self._up_free[sender] = left = begin + int(self._out[sender])
+        first = max(begin + self._late, self._down_free[receiver])
+        take = int(min(size * float(self._in[receiver]) + 0.999999, SLOWEST))
+        arrived = min(max(first + take, left + self._late), NEVER)
+        if self.devices.traces:
+            arrived = self.devices.traces[receiver].next_there(arrived)
+        self._down_free[receiver] = arrived
+        self.sent[sender] += size
+        self.received[receiver] += size
+        return arrived

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quiverfl.clock.devices import MICROSECONDS, Devices
+from quiverfl.clock.push import Push
 from quiverfl.clock.rounds import Kind, RoundTimer
-from quiverfl.clock.schedule import Job, Push
+from quiverfl.clock.schedule import Jobs
 from quiverfl.results.pictures import save_picture
 from quiverfl.topologies import random_push, random_regular, star
 from quiverfl.types import Floats, Integers
@@ -88,13 +88,12 @@ def _summarize(
     return Waiting(TITLES[kind], bars, float(each.mean()), float(idle.mean()), float(each.max()))
 
 
-def _summarize_jobs(
-    jobs: Sequence[Job], horizon: int, devices: Devices, steps: Integers
-) -> Waiting:
-    bars = [(job.client, job.start / MICROSECONDS, job.finish / MICROSECONDS) for job in jobs]
-    counts = np.bincount([job.client for job in jobs], minlength=devices.clients)
-    ends = np.full(devices.clients, horizon, dtype=np.int64)
-    whole = _summarize("nobody", bars, ends, counts, devices, steps)
+def _summarize_jobs(jobs: Jobs, horizon: int, devices: Devices, steps: Integers) -> Waiting:
+    begins, ends = jobs.start / MICROSECONDS, jobs.finish / MICROSECONDS
+    bars = list(zip(jobs.client.tolist(), begins.tolist(), ends.tolist(), strict=True))
+    counts = np.bincount(jobs.client, minlength=devices.clients)
+    whole_time = np.full(devices.clients, horizon, dtype=np.int64)
+    whole = _summarize("nobody", bars, whole_time, counts, devices, steps)
     seconds = horizon / MICROSECONDS * devices.clients / max(1, len(jobs))
     return Waiting(whole.title, bars, seconds, whole.waiting, whole.slowest)
 

@@ -130,7 +130,8 @@ def cut_groups(order: Integers, kinds: Integers, width: int, blocks: int) -> Ite
 
     The last bits of a product depend on where its matrices lie in a cache line. So a joined block
     begins at a multiple of `LINE` rows. The rows between two blocks are taken by clients of the
-    first, each computed once more where it lies the same, with the same bits.
+    first, each computed once more where it lies the same, with the same bits. The last block may be
+    shorter than the others.
     """
     places = np.arange(-(-width // LINE) * LINE if blocks > 1 else width)
     places[width:] -= LINE
@@ -141,9 +142,12 @@ def cut_groups(order: Integers, kinds: Integers, width: int, blocks: int) -> Ite
         like = np.flatnonzero((group_kinds != group_kinds[0]).any(axis=1))
         count = int(like[0] if len(like) else len(group_kinds)) // width
         end = begin + width * max(1, count)
-        rows = order[begin:end]
-        yield rows if count < 2 else rows.reshape(count, width)[:, places].ravel()
-        begin = end
+        rest = order[end:] if not len(like) and count < blocks else order[:0]
+        whole = order[begin:end]
+        if count > 1 or (count and len(rest)):
+            whole = whole.reshape(count, width)[:, places].ravel()
+        yield np.concatenate([whole, rest])
+        begin = end + len(rest)
 
 
 def sum_columns(

@@ -17,7 +17,7 @@ import numpy as np
 
 from quiverfl.clock.devices import NEVER
 from quiverfl.clock.player import Player
-from quiverfl.clock.schedule import Job, Schedule
+from quiverfl.clock.schedule import Job, Jobs, Schedule
 from quiverfl.engine.exchange.fixed_point import (
     UNIT,
     Leaves,
@@ -55,11 +55,15 @@ class Replay:
 class _Recorded(Schedule):
     """The jobs of recorded peers, each after all that it takes."""
 
-    def __init__(self, jobs: list[Job], running: dict[int, Job]) -> None:
-        self._recorded, self.running = jobs, running
+    def __init__(self, jobs: Jobs, running: Jobs) -> None:
+        self._recorded, self._running = jobs, running
 
-    def jobs_until(self, t: int) -> list[Job]:
-        jobs, self._recorded = self._recorded, []
+    @property
+    def running(self) -> Jobs:
+        return self._running
+
+    def jobs_until(self, t: int) -> Jobs:
+        jobs, self._recorded = self._recorded, Jobs.of([])
         return jobs
 
 
@@ -87,7 +91,7 @@ def replay(folders: Sequence[Path]) -> Replay:
             stored = debias_message(stored, statements[name].units / UNIT)
         leaves = {k: leaf[number].cpu().numpy() for k, leaf in message.items() if k != mass}
         same.append(all(np.array_equal(stored[k], leaf) for k, leaf in leaves.items()))
-    return Replay(names, tuple(running[i].round for i in range(len(names))), tuple(same), metrics)
+    return Replay(names, tuple(running.round.tolist()), tuple(same), metrics)
 
 
 def _read_message(folder: Path) -> Leaves:
@@ -125,7 +129,7 @@ def _check(
 
 def _order_jobs(
     statements: Sequence[Statement], names: Sequence[str], topology: Topology
-) -> tuple[list[Job], dict[int, Job]]:
+) -> tuple[Jobs, Jobs]:
     """All jobs, numbered in an order in which each follows what it takes; and the last of each."""
     made: dict[Key, Job] = {}
     takes: dict[Key, list[Key]] = {}
@@ -158,8 +162,8 @@ def _order_jobs(
         job.number = numbers[key]
         job.takes = [(numbers[other], parts[other, key[0]]) for other in takes[key]]
     last = {client: max(k for k in made if k[0] == client) for client in range(len(names))}
-    running = {client: made[key] for client, key in last.items()}
-    return [made[key] for key in order if key != last[key[0]]], running
+    ended = [made[key] for key in order if key != last[key[0]]]
+    return Jobs.of(ended), Jobs.of([made[key] for _, key in sorted(last.items())])
 
 
 def _needs(key: Key, takes: Mapping[Key, list[Key]]) -> set[Key]:

@@ -80,7 +80,7 @@ def retime(run: Run | SavedRun | Path | str, devices: Devices, waits: str = "gra
         run = load_run(run)
     if isinstance(run, SavedRun):
         topology = _read_topology(run.path, run.clients)
-        records: list[Record] = list(read_lines(run.path / "rounds.jsonl"))
+        records: list[Record] = _read_records(run.path)
     elif isinstance(run, Run):
         topology, records = run.simulation.topology, list(run._history.records)
         if run.simulation.timing is not None:
@@ -98,10 +98,21 @@ def retime_result(
     config = RunFolder(result.path).config()
     seed, size = config.run.seed, config.training.batch_size
     made = make_devices(devices, network, result.clients, seed, size)
-    records = read_lines(result.path / "rounds.jsonl")
+    records = _read_records(result.path)
     topology = _read_topology(result.path, result.clients)
     times = time_records(_take_latest(records), topology, made, waits)
     return replace(result, rounds=rounds_frame(add_times(records, times)))
+
+
+def _read_records(folder: Path) -> list[Record]:
+    """The lines of its rounds: the table at the end has sums over all clients alone."""
+    records: list[Record] = list(read_lines(folder / "rounds.jsonl"))
+    if not records and (folder / "rounds.parquet").exists():
+        raise QuiverError(
+            f"{folder} has no lines of rounds (rounds.jsonl), which say the steps and bytes of "
+            "every client, so its times cannot be told: re-time the folder as the run left it."
+        )
+    return records
 
 
 def add_times(records: Iterable[Record], times: Iterable[RoundTimes]) -> list[Record]:
