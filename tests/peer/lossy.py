@@ -21,7 +21,7 @@ from pathlib import Path
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
-from quiverfl.peer.link.identity import ROSTER, Roster
+from quiverfl.peer.link.roster import ROSTER, Roster
 
 from .swarm import Options, build, make_folders
 

@@ -23,8 +23,9 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.ledger import UNIT, Transfer
 from quiverfl.peer.link import identity, wire
-from quiverfl.peer.link.identity import ROSTER, Identity, Member, Roster
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.link import open_channel
+from quiverfl.peer.link.roster import ROSTER, Member, Roster
 from quiverfl.peer.link.wire import SERVICE, Announcement, EvictionNotice
 from quiverfl.peer.node import Node
 

@@ -28,8 +28,8 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.audit import AuditReport, audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.link import identity
-from quiverfl.peer.link.identity import ROSTER, Member, Roster
 from quiverfl.peer.link.messages import Leaves, Manifest
+from quiverfl.peer.link.roster import ROSTER, Member, Roster
 from quiverfl.peer.link.wire import PROTOCOL
 from quiverfl.peer.metrics import JsonLines
 from quiverfl.support.environment import keep_freed_memory

@@ -30,7 +30,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.folder import PeerFolder
-from quiverfl.peer.link.identity import Roster
+from quiverfl.peer.link.roster import Roster
 from quiverfl.peer.setup import assemble, build_learner, load_peer_config, load_peer_dataset
 from quiverfl.runs.config_files import load_config
 
@@ -417,7 +417,7 @@ def test_init_refuses_what_run_would_refuse(
 def test_a_demo_runs_the_configuration_that_it_is_given(tmp_path: Path) -> None:
     import tomllib
 
-    from quiverfl.peer.folder import make_swarm
+    from quiverfl.peer.demo import make_swarm
     from quiverfl.runs.config import parse_config
     from quiverfl.runs.config_files import load_config
 
@@ -433,7 +433,7 @@ def test_a_demo_runs_the_configuration_that_it_is_given(tmp_path: Path) -> None:
 def test_a_demo_follows_the_peers_section_of_its_file(tmp_path: Path) -> None:
     import tomllib
 
-    from quiverfl.peer.folder import make_swarm
+    from quiverfl.peer.demo import make_swarm
     from quiverfl.runs.config_files import load_config, read_peers_section
 
     path = tmp_path / "own.toml"

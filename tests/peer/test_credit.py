@@ -13,7 +13,8 @@ from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT, Transfer
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import Voucher
 
 from .swarm import build, make_folders

@@ -15,7 +15,7 @@ import pytest
 from quiverfl.peer.accounts.disk import StoreError
 from quiverfl.peer.accounts.signing import signature_check
 from quiverfl.peer.accounts.store import Store
-from quiverfl.peer.link.identity import ROSTER, Roster
+from quiverfl.peer.link.roster import ROSTER, Roster
 
 from .swarm import Options, build, make_folders
 from .test_life import finish, until

@@ -11,16 +11,12 @@ from pathlib import Path
 import pytest
 
 from quiverfl.peer import doctor
+from quiverfl.peer.demo import make_swarm
 from quiverfl.peer.doctor import Finding, examine_peer
-from quiverfl.peer.folder import PeerFolder, make_swarm
+from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.link import identity
-from quiverfl.peer.link.identity import (
-    DIALS_OUT,
-    ROSTER,
-    Identity,
-    Member,
-    Roster,
-)
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.roster import DIALS_OUT, ROSTER, Member, Roster
 from quiverfl.peer.link.wire import Vitals
 
 from .swarm import make_folders

@@ -18,8 +18,9 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.disk import write_durably
 from quiverfl.peer.accounts.ledger import UNIT
-from quiverfl.peer.link.identity import KEY, ROSTER, Roster
+from quiverfl.peer.link.identity import KEY
 from quiverfl.peer.link.limits import acceptable_connections
+from quiverfl.peer.link.roster import ROSTER, Roster
 
 from .swarm import Options, Swarm, build, make_folders
 from .test_life import ENDLESS, finish, until

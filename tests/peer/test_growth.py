@@ -20,8 +20,9 @@ from quiverfl.peer.accounts.store import Store
 from quiverfl.peer.accounts.transactions import make_first_entry
 from quiverfl.peer.changes import check_joins, granted_terms
 from quiverfl.peer.link import wire
-from quiverfl.peer.link.identity import ROSTER, Identity, Member, Roster, issue_certificate
+from quiverfl.peer.link.identity import Identity, issue_certificate
 from quiverfl.peer.link.joining import join_store
+from quiverfl.peer.link.roster import ROSTER, Member, Roster
 from quiverfl.peer.link.wire import Amendment, Terms
 from quiverfl.peer.node import Node
 

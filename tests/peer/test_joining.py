@@ -22,10 +22,11 @@ from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.context import Agreement
 from quiverfl.peer.control import make_order
 from quiverfl.peer.link import wire
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.joining import Offer, choose_offer, join_store
 from quiverfl.peer.link.link import open_channel
 from quiverfl.peer.link.messages import Manifest
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import SERVICE, Join, Model, Order
 
 from .swarm import Options, Quadratic, Swarm, make_folders

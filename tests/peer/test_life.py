@@ -21,11 +21,12 @@ from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.context import Agreement
-from quiverfl.peer.folder import make_swarm
+from quiverfl.peer.demo import make_swarm
 from quiverfl.peer.link import identity
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.joining import join_store
 from quiverfl.peer.link.link import RestoredBackup, Unreachable, open_channel
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.node import Node
 from quiverfl.peer.setup import assemble

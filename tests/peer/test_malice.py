@@ -21,8 +21,8 @@ from quiverfl.peer.accounts.audit import AuditReport, audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.folder import Outcome
-from quiverfl.peer.link.identity import ROSTER, Roster
 from quiverfl.peer.link.messages import check_numbers
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.node import Node
 
 from .malice import TOLD_BY_THE_BOOKS, WAYS, Way

@@ -25,7 +25,7 @@ from quiverfl.peer.accounts.store import NoStore, Store, Trace
 from quiverfl.peer.context import Agreement, Limits, PeerContext
 from quiverfl.peer.folder import Settings
 from quiverfl.peer.learner import ShardLearner
-from quiverfl.peer.link.identity import ROSTER, Roster
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.node import Node
 from quiverfl.peer.setup import create_store
 from quiverfl.topologies import Topology

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.link.identity import ROSTER, LiveRoster, Roster
+from quiverfl.peer.link.roster import ROSTER, LiveRoster, Roster
 
 from .swarm import make_folders
 from .test_commands import RUN, prepare, quiver

@@ -15,7 +15,7 @@ import pytest
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
-from quiverfl.peer.link.identity import ROSTER, Roster
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.node import Node
 
 from .proxy import Proxy

@@ -16,8 +16,9 @@ from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.transactions import evict_offline
 from quiverfl.peer.changes import MAX_STATEMENTS, open_eviction_log
 from quiverfl.peer.context import Agreement
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.joining import join_store
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import EvictionNotice, Order
 
 from .swarm import Quadratic, build, make_folders

@@ -16,7 +16,7 @@ from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.folder import Outcome
-from quiverfl.peer.link.identity import DIALS_OUT, ROSTER, Roster
+from quiverfl.peer.link.roster import DIALS_OUT, ROSTER, Roster
 from quiverfl.peer.link.wire import PROTOCOL, Terms
 from quiverfl.peer.node import Node
 

@@ -10,7 +10,7 @@ import pytest
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.folder import PeerFolder
-from quiverfl.peer.link.identity import DIALS_OUT, Roster
+from quiverfl.peer.link.roster import DIALS_OUT, Roster
 from quiverfl.peer.setup import assemble
 
 from .test_commands import prepare, quiver

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import quiverfl as qv
-from quiverfl.peer.folder import PeerFolder, make_swarm
+from quiverfl.peer.demo import make_swarm
+from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.setup import assemble
 from quiverfl.transforms import Transforms
 from quiverfl.transforms.noise import Noise

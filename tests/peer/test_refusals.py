@@ -22,8 +22,9 @@ from quiverfl.peer.accounts.ledger import UNIT, Transfer
 from quiverfl.peer.context import Agreement
 from quiverfl.peer.control import SOCKET, NotRunning, make_order
 from quiverfl.peer.link import identity, wire
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.link import open_channel
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import SERVICE, Announcement, Greeting, Hello, Order, Reply, Voucher
 from quiverfl.peer.node import Node
 

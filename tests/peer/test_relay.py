@@ -19,11 +19,12 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.link import relay
-from quiverfl.peer.link.identity import DIALS_OUT, ROSTER, Identity, Member, Roster
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.limits import RATES
 from quiverfl.peer.link.link import open_channel
 from quiverfl.peer.link.relay import LINES, Relay
 from quiverfl.peer.link.requests import APPROVED, REQUEST, approve_requests, make_renewal
+from quiverfl.peer.link.roster import DIALS_OUT, ROSTER, Member, Roster
 from quiverfl.peer.link.wire import SERVICE, Accept, Dial, encode
 from quiverfl.peer.node import Node
 

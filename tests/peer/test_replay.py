@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from quiverfl.cli.peer import app
 from quiverfl.errors import QuiverError
-from quiverfl.peer.folder import make_swarm
+from quiverfl.peer.demo import make_swarm
 from quiverfl.peer.replay import replay
 
 from .test_simulation import run_processes

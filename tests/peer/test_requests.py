@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from quiverfl.errors import QuiverError
 from quiverfl.peer.link import identity
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster, certificate_to_pem
+from quiverfl.peer.link.identity import Identity, certificate_to_pem
 from quiverfl.peer.link.requests import (
     APPROVED,
     PENDING_KEY,
@@ -27,6 +27,7 @@ from quiverfl.peer.link.requests import (
     parse_address,
     read_request,
 )
+from quiverfl.peer.link.roster import DIALS_OUT, ROSTER, Roster
 
 from .swarm import free_ports
 from .test_commands import RUN, quiver, start
@@ -236,7 +237,7 @@ def test_what_cannot_be_asked_for(change: dict[str, str], words: str, tmp_path: 
 def test_addresses() -> None:
     for good in ("10.1.0.5:7400", "[::1]:7400", "north.example.org:1"):
         assert parse_address(good) == good
-    assert parse_address("dials-out") == identity.DIALS_OUT
+    assert parse_address("dials-out") == DIALS_OUT
 
 
 def test_a_request_that_waits_is_not_replaced(authority: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.audit import AuditReport, audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT, Entry, Received, Sent, Statement
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.roster import ROSTER, Roster
 
 from .swarm import Options, build, make_folders
 from .test_life import until

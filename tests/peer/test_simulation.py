@@ -14,7 +14,8 @@ from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.api import Peer
-from quiverfl.peer.folder import PeerFolder, make_swarm
+from quiverfl.peer.demo import make_swarm
+from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.setup import load_peer_config, restore_learner
 from quiverfl.results.groups import group_runs
 from quiverfl.results.run_files import find_runs, read_run

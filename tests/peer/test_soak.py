@@ -24,14 +24,8 @@ from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement, write_durably
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.control import NotRunning, send_order
-from quiverfl.peer.link.identity import (
-    CERTIFICATE,
-    KEY,
-    ROSTER,
-    Identity,
-    Roster,
-    issue_certificate,
-)
+from quiverfl.peer.link.identity import CERTIFICATE, KEY, Identity, issue_certificate
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.metrics import JsonLines, Log
 

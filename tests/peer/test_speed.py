@@ -15,8 +15,9 @@ from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.ledger import UNIT, Transfer
 from quiverfl.peer.context import Agreement
 from quiverfl.peer.link import wire
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.messages import Manifest
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import SERVICE, Reply
 from quiverfl.support.environment import keep_freed_memory
 

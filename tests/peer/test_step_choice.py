@@ -13,8 +13,9 @@ import pytest
 from quiverfl.errors import QuiverError
 from quiverfl.peer.api import Peer
 from quiverfl.peer.context import Agreement
+from quiverfl.peer.demo import make_swarm
 from quiverfl.peer.doctor import examine_peer
-from quiverfl.peer.folder import PeerFolder, choose_step, fill_in_step, make_swarm
+from quiverfl.peer.folder import PeerFolder, choose_step, fill_in_step
 from quiverfl.peer.link.messages import canonical_hash
 from quiverfl.peer.link.wire import Hello
 from quiverfl.peer.setup import assemble, build_learner, create_store

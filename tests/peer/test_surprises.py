@@ -24,8 +24,8 @@ from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import StoreError, read_statement
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.control import SOCKET, make_order
-from quiverfl.peer.link.identity import ROSTER
 from quiverfl.peer.link.messages import Manifest
+from quiverfl.peer.link.roster import ROSTER
 from quiverfl.peer.link.wire import Order
 from quiverfl.support import durable
 from quiverfl.transforms.codec import MessageCodec, Origin

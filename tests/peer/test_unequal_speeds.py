@@ -18,7 +18,8 @@ import pytest
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
-from quiverfl.peer.folder import PeerFolder, make_swarm
+from quiverfl.peer.demo import make_swarm
+from quiverfl.peer.folder import PeerFolder
 from quiverfl.peer.setup import assemble, build_learner
 
 from .swarm import CONTEXT, in_memory

@@ -21,9 +21,11 @@ import quiverfl
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts import signing
 from quiverfl.peer.changes import open_amendment_log, open_eviction_log
-from quiverfl.peer.folder import PeerFolder, make_swarm
-from quiverfl.peer.link.identity import ROSTER, Identity, Roster
+from quiverfl.peer.demo import make_swarm
+from quiverfl.peer.folder import PeerFolder
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.messages import Manifest
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import (
     Amendment,
     EvictionNotice,

@@ -63,7 +63,8 @@ def init(
 ) -> None:
     """Make a peer's folder from configuration, roster, keys and its own settings."""
     from quiverfl.peer.folder import PEER, OwnData, OwnSettings, PeerFolder, make_folder
-    from quiverfl.peer.link.identity import Roster, check_address
+    from quiverfl.peer.link.identity import check_address
+    from quiverfl.peer.link.roster import Roster
     from quiverfl.peer.metrics import check_metrics_address
     from quiverfl.peer.setup import build_learner, check_run_file
 
@@ -298,7 +299,7 @@ def audit(
     from quiverfl.peer.accounts.disk import read_statement
     from quiverfl.peer.accounts.signing import signature_check
     from quiverfl.peer.folder import STORE
-    from quiverfl.peer.link.identity import ROSTER, Roster
+    from quiverfl.peer.link.roster import ROSTER, Roster
 
     stores = [path / STORE if (path / STORE).is_dir() else path for path in folders]
     beside = [place / ROSTER for path in folders for place in (path, path.absolute().parent)]
@@ -358,7 +359,7 @@ def demo(
 ) -> None:
     """Run a swarm on this machine: certificates, processes, a live table, an audit, a report."""
     from quiverfl.cli.peer_demo import run_demo
-    from quiverfl.peer.folder import make_swarm
+    from quiverfl.peer.demo import make_swarm
     from quiverfl.runs.config_files import load_config, read_peers_section
 
     if mode not in (None, "sync", "async"):

@@ -28,14 +28,8 @@ def certs_init(
     ] = None,
 ) -> None:
     """Make an authority and a roster; with --peer a key per peer, too (in AUTHORITY/NAME)."""
-    from quiverfl.peer.link.identity import (
-        AUTHORITY_KEY,
-        ROSTER,
-        Member,
-        Roster,
-        create_authority,
-        issue_certificate,
-    )
+    from quiverfl.peer.link.identity import AUTHORITY_KEY, create_authority, issue_certificate
+    from quiverfl.peer.link.roster import ROSTER, Member, Roster
 
     pairs = [_parse_member(text) for text in peer or ()]
     _check_members(run, pairs, relay or [])
@@ -109,8 +103,8 @@ def certs_approve(
     ] = False,
 ) -> None:
     """Sign requests of peers, and enter their keys into the roster: all of them, or none."""
-    from quiverfl.peer.link.identity import ROSTER
     from quiverfl.peer.link.requests import approve_requests, describe_key
+    from quiverfl.peer.link.roster import ROSTER
 
     for approval in approve_requests(authority, requests, days, replace_key, forget_old):
         request, word = approval.request, "renewed" if approval.was else "new"
@@ -141,13 +135,8 @@ def certs_issue(
     """Make a key for one more peer and add it to the roster."""
     from dataclasses import replace
 
-    from quiverfl.peer.link.identity import (
-        ROSTER,
-        Member,
-        Roster,
-        check_relay,
-        issue_certificate,
-    )
+    from quiverfl.peer.link.identity import issue_certificate
+    from quiverfl.peer.link.roster import ROSTER, Member, Roster, check_relay
 
     roster = Roster.read(authority / ROSTER)
     if name in roster.names:
@@ -169,7 +158,8 @@ def certs_rotate(
     ] = False,
 ) -> None:
     """Give a peer a new key; running peers take it without a restart."""
-    from quiverfl.peer.link.identity import ROSTER, Roster, issue_certificate
+    from quiverfl.peer.link.identity import issue_certificate
+    from quiverfl.peer.link.roster import ROSTER, Roster
 
     roster = Roster.read(authority / ROSTER)
     roster.member(name)
@@ -184,7 +174,7 @@ def certs_revoke(
     name: Annotated[str, typer.Argument(help="The peer that is let in no more.")],
 ) -> None:
     """Take all keys of a peer out of the roster; running peers refuse it without a restart."""
-    from quiverfl.peer.link.identity import ROSTER, Roster
+    from quiverfl.peer.link.roster import ROSTER, Roster
 
     Roster.read(authority / ROSTER).without_keys(name).write(authority / ROSTER)
     print(f"Copy {authority / ROSTER} to every peer: from then on they refuse {name!r}.")
@@ -192,7 +182,8 @@ def certs_revoke(
 
 
 def _parse_member(text: str) -> tuple[str, str]:
-    from quiverfl.peer.link.identity import DIALS_OUT, check_address, check_name
+    from quiverfl.peer.link.identity import check_address, check_name
+    from quiverfl.peer.link.roster import DIALS_OUT
 
     name, separator, address = text.partition("=")
     if not separator or (":" not in address and address != "dials-out"):
@@ -208,7 +199,8 @@ def _parse_member(text: str) -> tuple[str, str]:
 
 def _check_members(run: str, pairs: list[tuple[str, str]], relays: list[str]) -> None:
     """Refuse a run's name, names and addresses that occur twice, and relays that are none."""
-    from quiverfl.peer.link.identity import DIALS_OUT, check_name, check_relay
+    from quiverfl.peer.link.identity import check_name
+    from quiverfl.peer.link.roster import DIALS_OUT, check_relay
 
     check_name("run", run)
     names = [name for name, _ in pairs]

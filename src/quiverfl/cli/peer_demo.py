@@ -24,7 +24,7 @@ from quiverfl.peer.accounts.signing import signature_check
 from quiverfl.peer.api import read_scores
 from quiverfl.peer.control import NotRunning, make_order
 from quiverfl.peer.folder import PeerFolder
-from quiverfl.peer.link.identity import ROSTER, Roster
+from quiverfl.peer.link.roster import ROSTER, Roster
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.metrics import PeerReading, read_status
 

@@ -17,7 +17,8 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.accounts.signing import check_statement, sign_statement
 from quiverfl.peer.accounts.store import Store
-from quiverfl.peer.link.identity import Identity, Roster
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.roster import Roster
 from quiverfl.peer.link.wire import Amendment, Eviction, EvictionNotice, Statement, Terms, encode
 
 if TYPE_CHECKING:

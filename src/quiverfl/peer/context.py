@@ -11,8 +11,9 @@ from typing import Literal
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.accounts.store import Store, Trace
 from quiverfl.peer.accounts.transactions import Transactions
-from quiverfl.peer.link.identity import ROSTER, LiveIdentity, LiveRoster
+from quiverfl.peer.link.identity import LiveIdentity
 from quiverfl.peer.link.messages import Manifest, canonical_hash
+from quiverfl.peer.link.roster import ROSTER, LiveRoster
 from quiverfl.peer.link.wire import OLDEST, PROTOCOL, Hello, other_protocol
 from quiverfl.peer.metrics import Log, PeerMetrics
 

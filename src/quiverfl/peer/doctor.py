@@ -22,9 +22,10 @@ from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.disk import write_durably
 from quiverfl.peer.control import NotRunning, make_order
 from quiverfl.peer.folder import PeerFolder, choose_step
-from quiverfl.peer.link.identity import Identity, Member, parse_certificate
+from quiverfl.peer.link.identity import Identity, parse_certificate
 from quiverfl.peer.link.limits import acceptable_connections
 from quiverfl.peer.link.link import open_channel
+from quiverfl.peer.link.roster import Member
 from quiverfl.peer.link.service import installed_version
 from quiverfl.peer.link.wire import OLDEST, PROTOCOL, SERVICE, Order, Vitals, WireError, decode
 

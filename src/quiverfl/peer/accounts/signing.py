@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from quiverfl.errors import QuiverError
 from quiverfl.peer.accounts.audit import SignatureCheck
 from quiverfl.peer.accounts.ledger import PAST, UNIT, Accounts, Transfer
-from quiverfl.peer.link.identity import Identity, Roster
+from quiverfl.peer.link.identity import Identity
+from quiverfl.peer.link.roster import Roster
 from quiverfl.peer.link.wire import Amendment, Clock, EvictionNotice, Statement, Voucher
 
 SIGNER = {"share": "sender", "applied": "receiver", "refused": "receiver"}

@@ -20,9 +20,10 @@ from quiverfl.peer.accounts.transactions import make_first_entry
 from quiverfl.peer.changes import granted_terms
 from quiverfl.peer.context import Agreement
 from quiverfl.peer.learner import Learner
-from quiverfl.peer.link.identity import Identity, Roster, parse_certificate, verify_signature
+from quiverfl.peer.link.identity import Identity, parse_certificate, verify_signature
 from quiverfl.peer.link.link import open_channel
 from quiverfl.peer.link.messages import Leaves, Manifest, check_numbers, l2_norm, scale_message
+from quiverfl.peer.link.roster import Roster
 from quiverfl.peer.link.wire import (
     SERVICE,
     Amendment,

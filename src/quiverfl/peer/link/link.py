@@ -24,7 +24,8 @@ from quiverfl.peer.accounts import signing
 from quiverfl.peer.accounts.disk import StoreError
 from quiverfl.peer.accounts.ledger import Transfer
 from quiverfl.peer.context import PeerContext
-from quiverfl.peer.link.identity import Identity, Member, parse_certificate, verify_signature
+from quiverfl.peer.link.identity import Identity, parse_certificate, verify_signature
+from quiverfl.peer.link.roster import Member
 from quiverfl.peer.link.wire import (
     CHUNK,
     OLDEST,

@@ -22,22 +22,18 @@ from quiverfl.peer.accounts.signing import check_line
 from quiverfl.peer.link.identity import (
     AUTHORITY_CERTIFICATE,
     CERTIFICATE,
-    DIALS_OUT,
     KEY,
-    ROSTER,
     Identity,
-    Member,
-    Roster,
     certificate_to_pem,
     check_address,
     check_name,
-    check_relay,
     fingerprint,
     key_to_pem,
     list_names,
     parse_certificate,
     sign_certificate,
 )
+from quiverfl.peer.link.roster import DIALS_OUT, ROSTER, Member, Roster, check_relay
 
 REQUEST, PENDING_KEY, APPROVED = "request.pem", "pending-key.pem", "approved"
 LONGEST_FILE = 1 << 16
