@@ -306,7 +306,7 @@ class Swarm:
             try:
                 return self.audit()
             except QuiverError as problem:
-                if last or "locked" not in str(problem):
+                if last or "is in use" not in str(problem):
                     raise
             finally:
                 self.freeze(False)

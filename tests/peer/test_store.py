@@ -7,6 +7,7 @@ import hashlib
 import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from quiverfl.errors import QuiverError
-from quiverfl.peer.accounts import ledger
+from quiverfl.peer.accounts import disk, ledger
 from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import StoreError, read_statement
 from quiverfl.peer.accounts.ledger import UNIT, Accounts, Entry, Share, Transfer
@@ -302,3 +303,22 @@ def test_news_that_comes_in_the_middle_of_a_commit_does_not_stop_it(
     asyncio.run(scenario())
     assert [store.accounts().link(peer).pushes for peer in ("b", "c")] == [2, 3]
     store.close()
+
+
+@pytest.mark.parametrize("words", ["database is locked", "locking protocol"])
+def test_a_store_that_its_peer_keeps_to_itself_is_said_to_be_in_use(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that it was damaged, as other errors of the database say."""
+    create(tmp_path / "s").close()
+
+    class Busy:
+        def execute(self, query: str) -> None:
+            raise sqlite3.OperationalError(words)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(disk.sqlite3, "connect", lambda *given, **options: Busy())
+    with pytest.raises(QuiverError, match=r"is in use: .*Try again"):
+        read_statement(tmp_path / "s")

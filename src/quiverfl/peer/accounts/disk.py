@@ -219,6 +219,10 @@ def read_statement(folder: Path) -> Statement:
     return _read_statement(folder)
 
 
+IN_USE = ("locked", "locking protocol")
+"""What SQLite says while another process has the database, such as one that was paused."""
+
+
 def _read_statement(folder: Path) -> Statement:
     database = sqlite3.connect(folder / FILE, isolation_level=None, timeout=10)
     try:
@@ -233,6 +237,11 @@ def _read_statement(folder: Path) -> Statement:
         query = "SELECT name, digest FROM files WHERE role = 'state'"
         name, digest = database.execute(query).fetchone()
     except (sqlite3.Error, IndexError, TypeError, ValueError) as problem:
+        if any(word in str(problem) for word in IN_USE):
+            raise QuiverError(
+                f"{folder} is in use: its peer keeps it to itself for longer than usual "
+                f"({problem}). Try again; if that peer was stopped in its tracks, let it go on."
+            ) from problem
         raise QuiverError(
             f"{folder} cannot be read as a peer's store, or is of another version of quiverfl: "
             f"{problem}."
