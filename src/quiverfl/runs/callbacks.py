@@ -9,10 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import pandas as pd
 
 from quiverfl.engine.history import Callback, Record
 from quiverfl.errors import QuiverError, suggest
@@ -24,6 +23,9 @@ from quiverfl.results.summary import STAGES, client_frame, describe_spread, high
 from quiverfl.runs.config import Config
 from quiverfl.support.environment import require_package
 from quiverfl.types import Metrics, Stage
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Ending a run when it does not get better.
 
