@@ -25,11 +25,11 @@ from benchmarks import (
     whole,
 )
 from benchmarks.figures import Figure
-from benchmarks.works import WORKS, smaller
+from benchmarks.works import WORKS
 from quiverfl import keep_freed_memory
 
 PARTS = ("A", "B", "C", "D", "E", "F", "G", "H", "T", "threads", "run")
-REPEATS = {"A": 7, "B": 4, "C": 5, "D": 7, "E": 3, "F": 3, "G": 5, "T": 5, "threads": 3}
+REPEATS = {"A": 7, "B": 4, "C": 3, "D": 7, "E": 3, "F": 3, "G": 5, "T": 5, "threads": 3}
 RESULT, QUICK_RESULT = Path("runs/bench/result.json"), Path("runs/bench/quick.json")
 DOCUMENT = Path("docs/explanation/performance.md")
 
@@ -61,12 +61,11 @@ def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
         return 2 if quick else REPEATS[name]
 
     def trained(name: str) -> Callable[[], list[Figure]]:
-        work = smaller(WORKS[name]) if quick else WORKS[name]
-        return lambda: training.figures(work, repeats(name), kind, count)
+        return lambda: training.figures(WORKS[name], repeats(name), kind, count, quick)
 
     if wanted.command == "frameworks":
         frameworks.install()
-        return {"frameworks": lambda: frameworks.figures(count, quick)}
+        return {"frameworks": lambda: frameworks.figures(kind, count, quick)}
     parts = {
         **{name: trained(name) for name in ("A", "B", "C")},
         "D": lambda: mixing.figures(repeats("D"), kind, count, quick),
@@ -76,7 +75,7 @@ def _parts(wanted: argparse.Namespace) -> dict[str, Callable[[], list[Figure]]]:
         "H": lambda: adapters.figures(count, quick),
         "T": lambda: crowd.figures(repeats("T"), kind, count, quick),
         "threads": lambda: threads.figures(repeats("threads"), quick),
-        "run": lambda: whole.figures(count, quick),
+        "run": lambda: whole.figures(kind, count, quick),
     }
     return {name: part for name, part in parts.items() if name in wanted.only}
 

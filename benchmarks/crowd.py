@@ -35,10 +35,10 @@ from quiverfl.runs.simulate import Simulation
 INPUTS, HIDDEN = 20, 38
 T = Work(
     "T",
-    "MLP 20-38-10 (1,188 parameters), 20,000 clients × 10 samples, DFedPGP 1 + 1 epochs",
+    "MLP 20-38-10 (1,188 parameters), 100,000 clients × 10 samples, DFedPGP 1 + 1 epochs",
     partial(make_model, "mlp", (INPUTS,), CLASSES, hidden=(HIDDEN,)),
     (INPUTS,),
-    clients=20_000,
+    clients=100_000,
     samples=10,
     test=2,
     personal_epochs=1,
@@ -54,7 +54,7 @@ PRODUCT_TARGET, TIME_TARGET = 4.0, 1.3
 
 
 def figures(repeats: int, kind: Kind, threads: int, quick: bool) -> list[Figure]:
-    work = replace(T, clients=T.clients // 4) if quick else T
+    work = replace(T, clients=T.clients // 20) if quick else T
     contestants = {"ours": Product(work).round, "products": bare_products(work)}
     seconds = interleaved(contestants, repeats, kind)
     each = min(seconds["ours"]) / work.clients * 1e6

@@ -25,6 +25,8 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 def forms(work: Work) -> tuple[str, ...]:
     """The memory formats a model of this work can be computed in; the faster one is the limit."""
+    if work.compiled:
+        return ("channels_last",)
     return tuple(FORMATS) if len(work.shape) == 3 else ("contiguous",)
 
 
@@ -34,6 +36,10 @@ def phases(work: Work, form: str, batch: int = BATCH) -> Run:
     body, head = model.get_submodule("body"), model.get_submodule("head")
 
     def run() -> None:
+        with _rounding(work):
+            differentiate()
+
+    def differentiate() -> None:
         head.requires_grad_(True)
         with torch.no_grad():
             features = [(body(x), y) for x, y in batches]
@@ -51,11 +57,15 @@ def forward(work: Work, form: str) -> Run:
     model, batches = _laid_out(work, form, work.test, test=True)
 
     def run() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), _rounding(work):
             for x, _ in batches:
                 model(x)
 
     return run
+
+
+def _rounding(work: Work) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=work.precision == "bf16")
 
 
 def _laid_out(work: Work, form: str, batch: int, test: bool = False) -> tuple[nn.Module, Batches]:

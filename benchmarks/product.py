@@ -15,7 +15,8 @@ class Product:
 
     def __init__(self, work: Work) -> None:
         method = work.method()
-        self.shard = Shard(work.task(), work.data(), method, TRAINING, RunSettings(1_000))
+        settings = RunSettings(1_000, precision=work.precision)
+        self.shard = Shard(work.task(), work.data(), method, TRAINING, settings)
         self._exchange = Exchange(MatrixProduct(method.delay))
         self._topology = work.topology()
         self._round = 0

@@ -15,6 +15,8 @@ from benchmarks.figures import Figure, from_record
 
 QUESTIONS = ("limit", "others", "growth")
 """How close to the limit, how much faster than the others, how it grows: a table each."""
+INSTEAD = "instead"
+"""What a user would pick instead: a run's time, memory and lines of code."""
 END = "<!-- measured: end -->"
 WORKS = "ABCDEFGHT"
 COLORS = {"pass": "green", "short": "red", "skipped": "yellow", "–": "dim"}
@@ -68,6 +70,7 @@ def render(result: Path, document: Path, mixed: bool = False) -> None:
     for question in QUESTIONS:
         some = [record for record in records if _question(_figure(record)) == question]
         text = _replace(text, question, table(some, mixed), document)
+    text = _replace(text, INSTEAD, table_instead(records), document)
     document.write_text(_replace(text, "runs", describe_runs(records), document))
 
 
@@ -85,6 +88,8 @@ def _replace(text: str, part: str, content: str, document: Path) -> str:
 
 
 def _question(figure: Figure) -> str:
+    if figure.work == "fedrep":
+        return INSTEAD
     if "naive" in figure.name or figure.work == "frameworks":
         return "others"
     grows = figure.work in ("E", "G", "H", "threads") or "per client" in figure.name
@@ -99,6 +104,21 @@ def table(records: list[dict[str, Any]], mixed: bool) -> str:
         name = figure.name + (f" ({figure.note})" if figure.note else "")
         cells = [figure.work, name, _value(figure), _target(figure), figure.verdict]
         lines.append("| " + " | ".join([*cells, *([_edition(record)] if mixed else [])]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def table_instead(records: list[dict[str, Any]]) -> str:
+    lines = ["| with | processor time / Quiver's | memory | lines |", "|---|---:|---:|---:|"]
+    for record in records:
+        figure = _figure(record)
+        if _question(figure) != INSTEAD:
+            continue
+        name, found = figure.name.removeprefix("FedRep: ").removesuffix(" / Quiver"), figure.details
+        if figure.value is None:
+            lines.append(f"| {name}: {figure.note} | – | – | – |")
+            continue
+        cells = f"{figure.value:.2f} | {found['megabytes']:,.0f} MB | {found['lines']}"
+        lines.append(f"| {name} {found['version']} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from quiverfl import DFedPGP, FederatedData, FedRep, Method, Task, Topology, Training
 from quiverfl.data.examples import ClientExamples
+from quiverfl.engine.settings import Precision
 from quiverfl.models import make_model
 from quiverfl.topologies import random_push, star
 
@@ -35,6 +36,8 @@ class Work:
     shared_epochs: int
     neighbors: int = 10
     server: bool = False
+    compiled: bool = False
+    precision: Precision = "float32"
 
     @property
     def visits(self) -> int:
@@ -111,6 +114,14 @@ F = replace(
     server=True,
 )
 WORKS = {work.name: work for work in (A, B, C, F)}
+
+COMPILED = replace(
+    C,
+    model=partial(make_model, "resnet8_gn", IMAGE, CLASSES, kernels="compiled"),
+    compiled=True,
+)
+VARIANTS = {"C": {", compiled": COMPILED, ", compiled, bf16": replace(COMPILED, precision="bf16")}}
+"""The same work by other settings of the product, under what is added to a figure's name."""
 
 
 def smaller(work: Work) -> Work:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import crowd, machine, report
+from benchmarks import crowd, limit, machine, report, training
 from benchmarks.figures import Figure
+from benchmarks.frameworks import compare
+from benchmarks.product import Product
+from benchmarks.works import VARIANTS, C
 
 MARKS = "\n".join(
-    f"{report.begin_mark(part)}\nold\n{report.END}" for part in (*report.QUESTIONS, "runs")
+    f"{report.begin_mark(part)}\nold\n{report.END}"
+    for part in (*report.QUESTIONS, report.INSTEAD, "runs")
 )
 
 
@@ -55,6 +59,9 @@ def test_figures_of_several_editions_stand_together_only_if_asked(tmp_path: Path
         ("T", "peak memory, 100,000 clients", "growth"),
         ("T", "whole round per client at 100,000 / at 10,000", "growth"),
         ("E", "time per client at 10 / at 100", "growth"),
+        ("C", "naive / ours, compiled, bf16", "others"),
+        ("C", "evaluation / bare forward, compiled", "limit"),
+        ("fedrep", "FedRep: Flower / Quiver", "instead"),
         ("run", "`quiver run` / its training and mixing, A, 60 rounds", "limit"),
     ],
 )
@@ -89,3 +96,53 @@ def test_the_bare_loop_computes_the_products_of_the_tiny_model() -> None:
     together = crowd._model(*stacked, x)
     alone = model(x.flatten(0, 1)).view_as(together)
     assert torch.allclose(together, alone, atol=1e-6)
+
+
+def test_a_run_is_shown_with_its_time_memory_and_lines(tmp_path: Path) -> None:
+    result, page = tmp_path / "result.json", tmp_path / "page.md"
+    page.write_text(MARKS)
+    details = {"version": "1.2", "megabytes": 1234.5, "lines": 17}
+    skipped = Figure(
+        "fedrep", "FedRep: other / Quiver", None, note="does not install: no such name"
+    )
+    given = [Figure("fedrep", "FedRep: a loop / Quiver", 2.345, details=details), skipped]
+    report.write(result, given, _about("aaa"))
+    report.render(result, page)
+    assert "| a loop 1.2 | 2.35 | 1,234 MB | 17 |" in page.read_text()
+    assert "| other: does not install: no such name | – | – | – |" in page.read_text()
+
+
+def test_lines_of_a_user_are_those_between_the_marks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\n{compare.BEGIN}\na = 1\n\n# why\nb = 2\n{compare.END}\nc = 3\n")
+    assert compare.count_lines(script) == 3
+    for framework in compare.FRAMEWORKS:
+        if framework.fedrep:
+            assert compare.count_lines(compare.HERE / framework.fedrep) > 10
+
+
+def test_of_three_runs_the_middle_one_counts() -> None:
+    found = training._middle(tuple(Figure("C", "one", value) for value in (1.5, 1.2, 1.9)))
+    assert found.value == 1.5
+    assert found.details["runs"] == [1.5, 1.2, 1.9]
+
+
+@pytest.mark.parametrize("name", VARIANTS["C"])
+def test_compiled_layers_are_measured_against_their_own_bare_pass(name: str) -> None:
+    """In the same precision: a limit in float32 would make bfloat16 look better than it is."""
+    work = replace(VARIANTS["C"][name], clients=2, samples=8, test=4)
+    assert limit.forms(work) == ("channels_last",)
+    assert limit.forms(C) == ("contiguous", "channels_last")
+    product, types = Product(work), []
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, y: types.append(y.dtype) if isinstance(module, torch.nn.Conv2d) else None
+    )
+    try:
+        product.round()
+        ours = set(types)
+        types.clear()
+        limit.phases(work, "channels_last")()
+    finally:
+        hook.remove()
+    expected = torch.bfloat16 if "bf16" in name else torch.float32
+    assert ours == set(types) == {expected}

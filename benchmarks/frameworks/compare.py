@@ -1,9 +1,14 @@
-"""Others, each in a throw-away environment of its own, in turns with Quiver on the same work."""
+"""Others, each in a throw-away environment of its own, in turns with Quiver on the same work.
+
+FedAvg of the works A and B is timed by the round. One FedRep run is compared as a whole: what a
+user would pick instead, with the lines of code that this user writes.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,20 +18,23 @@ from typing import Any
 import torch
 
 from benchmarks.child import environment
+from benchmarks.clock import Kind
 from benchmarks.figures import Figure, ratio
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parent / ".frameworks"
-REPEATS, ROUNDS = 2, 2
-PATIENCE = 600.0
+REPEATS, ROUNDS, WORKS = 2, 2, ("A", "B")
+PATIENCE = 1_800.0
 """Seconds after which a framework's process is given up."""
 
 
 @dataclass(frozen=True)
 class Framework:
     name: str
-    requirement: str
-    script: str
+    requirements: tuple[str, ...]
+    script: str | None = None
+    fedrep: str | None = None
+    torch: bool = True
 
     @property
     def folder(self) -> Path:
@@ -43,11 +51,19 @@ class Framework:
         return ENVIRONMENTS / f"{self.name}.reason"
 
 
+JAX = ("jax==0.4.23", "jaxlib==0.4.23", "dm-haiku==0.0.11", "optax<0.2", "numpy<2", "scipy<1.13")
+"""The last versions that FedJAX works with: it uses names that later ones no longer have."""
 FRAMEWORKS = (
-    Framework("pfl-research", "pfl", "pfl_research.py"),
-    Framework("Flower", "flwr[simulation]", "flower.py"),
-    Framework("FedLab", "fedlab", "fedlab_work.py"),
+    Framework("FedJAX", ("fedjax", *JAX), "fedjax_work.py", torch=False),
+    Framework("FedLab", ("fedlab",), "fedlab_work.py", "fedrep_fedlab.py"),
+    Framework("Flower", ("flwr[simulation]",), "flower.py", "fedrep_flower.py"),
+    Framework("fluke", ("fluke-fl",), fedrep="fedrep_fluke.py"),
+    Framework("pfl-research", ("pfl",), "pfl_research.py", "fedrep_pfl.py"),
 )
+OWN, LOOP = "Quiver", "a loop of PyTorch"
+FEDREP = {OWN: "fedrep_quiver.py", LOOP: "fedrep_pytorch.py"}
+"""Scripts that run in the environment of the benchmarks themselves."""
+BEGIN, END = "# A user's code begins.", "# A user's code ends."
 
 
 def install() -> None:
@@ -58,7 +74,7 @@ def install() -> None:
     for framework in FRAMEWORKS:
         if framework.ready.exists():
             continue
-        print(f"installing {framework.requirement} …", flush=True)
+        print(f"installing {framework.requirements[0]} …", flush=True)
         shutil.rmtree(framework.folder, ignore_errors=True)
         framework.refusal.unlink(missing_ok=True)
         pip = [
@@ -69,8 +85,9 @@ def install() -> None:
             str(pins),
         ]
         # torch first and alone: its own index entry decides which build fits the machine.
-        steps = [[sys.executable, "-m", "venv", str(framework.folder)], [*pip, "torch", "numpy"]]
-        for step in [*steps, [*pip, framework.requirement]]:
+        steps = [[sys.executable, "-m", "venv", str(framework.folder)]]
+        steps += [[*pip, "torch", "numpy"]] if framework.torch else []
+        for step in [*steps, [*pip, *framework.requirements]]:
             done = subprocess.run(step, capture_output=True, text=True)
             if done.returncode:
                 framework.refusal.write_text(_last_words(done.stderr))
@@ -80,31 +97,80 @@ def install() -> None:
             framework.ready.touch()
 
 
-def figures(threads: int, quick: bool) -> list[Figure]:
-    """framework / ours, training and aggregation of a round, for every framework and both works."""
-    ready = [framework for framework in FRAMEWORKS if framework.ready.exists()]
-    found = [
-        Figure("frameworks", _name(framework, work), None, ">", 1.0, note=_reason(framework))
-        for framework in FRAMEWORKS
-        if framework not in ready
-        for work in ("A", "B")
-    ]
-    for work in ("A", "B"):
-        found += _in_turns(ready, work, threads, quick)
-    return sorted(found, key=lambda figure: figure.name)
+def figures(kind: Kind, threads: int, quick: bool) -> list[Figure]:
+    """framework / ours: rounds of FedAvg on both works, and one FedRep run."""
+    found = []
+    for work in WORKS:
+        ready = [framework for framework in FRAMEWORKS if framework.script]
+        found += [_skipped(f"{work}: {f.name} / ours", f) for f in ready if not f.ready.exists()]
+        ready = [framework for framework in ready if framework.ready.exists()]
+        found += _in_turns(ready, work, kind, threads, quick)
+    return [*sorted(found, key=lambda figure: figure.name), *_fedrep(threads, quick)]
 
 
-def _in_turns(frameworks: list[Framework], work: str, threads: int, quick: bool) -> list[Figure]:
+def _skipped(name: str, framework: Framework) -> Figure:
+    return Figure("frameworks", name, None, note=_reason(framework))
+
+
+def _fedrep(threads: int, quick: bool) -> list[Figure]:
+    """Processor time, memory and lines of one FedRep run, over Quiver's time."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    scripts = {name: (Path(sys.executable), script) for name, script in FEDREP.items()}
+    missing: dict[str, Figure] = {}
+    for framework in FRAMEWORKS:
+        name = f"FedRep: {framework.name} / Quiver"
+        if framework.fedrep and framework.ready.exists():
+            scripts[framework.name] = (framework.folder / "bin" / "python", framework.fedrep)
+        elif framework.fedrep:
+            missing[framework.name] = _skipped(name, framework)
+    for _ in range(1 if quick else REPEATS):
+        for name, (python, script) in scripts.items():
+            if name in missing:
+                continue
+            try:
+                runs.setdefault(name, []).append(_call([str(python), str(HERE / script)], threads))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                if name == OWN:
+                    raise
+                note = str(error)
+                missing[name] = Figure("fedrep", f"FedRep: {name} / Quiver", None, note=note)
+    found = []
+    for name, (_, script) in scripts.items():
+        if name in missing:
+            continue
+        seconds = [run["seconds"] for run in runs[name]]
+        details = {
+            "version": runs[name][0]["version"],
+            "megabytes": statistics.median(run["megabytes"] for run in runs[name]),
+            "lines": count_lines(HERE / script),
+            "accuracy": [run["accuracy"] for run in runs[name]],
+            "seconds": seconds,
+        }
+        value = ratio(seconds, [run["seconds"] for run in runs[OWN]])
+        found.append(Figure("fedrep", f"FedRep: {name} / Quiver", value, details=details))
+    return [*found, *missing.values()]
+
+
+def count_lines(script: Path) -> int:
+    """Lines that a user writes: imports and comments among them, empty lines not."""
+    text = script.read_text().split(BEGIN, 1)[1].split(END, 1)[0]
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
+def _in_turns(
+    frameworks: list[Framework], work: str, kind: Kind, threads: int, quick: bool
+) -> list[Figure]:
     seconds: dict[str, list[float]] = {"ours": []}
     trouble: dict[str, str] = {}
     versions: dict[str, str] = {}
     for _ in range(1 if quick else REPEATS):
-        seconds["ours"] += _play(Path(sys.executable), "ours.py", work, threads)["seconds"]
+        seconds["ours"] += _play(Path(sys.executable), "ours.py", work, kind, threads)["seconds"]
         for framework in frameworks:
             if framework.name in trouble:
                 continue
             try:
-                found = _play(framework.folder / "bin" / "python", framework.script, work, threads)
+                python = framework.folder / "bin" / "python"
+                found = _play(python, str(framework.script), work, kind, threads)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 trouble[framework.name] = str(error)
                 continue
@@ -124,17 +190,17 @@ def _in_turns(frameworks: list[Framework], work: str, threads: int, quick: bool)
     ]
 
 
-def _play(python: Path, script: str, work: str, threads: int) -> dict[str, Any]:
+def _play(python: Path, script: str, work: str, kind: Kind, threads: int) -> dict[str, Any]:
     command = [str(python), str(HERE / script), work, "--rounds", str(ROUNDS)]
+    return _call([*command, "--threads", str(threads), "--clock", kind], threads)
+
+
+def _call(command: list[str], threads: int) -> dict[str, Any]:
     done = subprocess.run(
-        [*command, "--threads", str(threads)],
-        capture_output=True,
-        text=True,
-        env=environment(threads),
-        timeout=PATIENCE,
+        command, capture_output=True, text=True, env=environment(threads), timeout=PATIENCE
     )
     if done.returncode:
-        raise RuntimeError(f"{script} failed: {_last_words(done.stderr)}")
+        raise RuntimeError(f"{Path(command[1]).name} failed: {_last_words(done.stderr)}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

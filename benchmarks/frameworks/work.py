@@ -1,22 +1,18 @@
-"""The work every framework does, with torch alone: FedAvg of A and B, all clients in every round.
+"""The work of every framework that uses torch: FedAvg of A and B, all clients in every round.
 
-Run inside a framework's own environment, where neither Quiver nor its dependencies are installed;
-so the models stand here once more, layer by layer those of `quiverfl.models`.
+A framework's own environment has neither Quiver nor its dependencies. So the models stand here once
+more, layer by layer those of `quiverfl.models`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from contest import BATCH, CLASSES, OPTIMIZER, SIZES, Size
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-CLASSES, BATCH = 10, 128
-OPTIMIZER = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 
 
 def mlp() -> nn.Module:
@@ -36,21 +32,15 @@ def cnn() -> nn.Module:
 @dataclass(frozen=True)
 class Work:
     model: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    clients: int
-    samples: int
-    epochs: int
+    size: Size
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(client)
-        x = torch.randn(self.samples, *self.shape, generator=generator)
-        return x, torch.randint(CLASSES, (self.samples,), generator=generator)
+        generator, samples = torch.Generator().manual_seed(client), self.size.samples
+        x = torch.randn(samples, *self.size.shape, generator=generator)
+        return x, torch.randint(CLASSES, (samples,), generator=generator)
 
 
-WORKS = {
-    "A": Work(mlp, (64,), clients=100, samples=500, epochs=6),
-    "B": Work(cnn, (3, 32, 32), clients=20, samples=500, epochs=2),
-}
+WORKS = {"A": Work(mlp, SIZES["A"]), "B": Work(cnn, SIZES["B"])}
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
@@ -64,18 +54,3 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
             optimizer.zero_grad()
             cross_entropy(model(inputs), targets).backward()
             optimizer.step()
-
-
-def arguments() -> argparse.Namespace:
-    """What every framework's script is told: the work, the rounds to time, the threads to use."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("work", choices=list(WORKS))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=None)
-    parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
-
-
-def report(version: str, seconds: list[float]) -> None:
-    """The last line of a script's output. The first round, which loads and warms, is left out."""
-    print(json.dumps({"version": version, "seconds": seconds[1:]}), flush=True)
