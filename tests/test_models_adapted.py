@@ -145,7 +145,15 @@ def test_vectors_are_not_normalised_to_nothing() -> None:
     assert made(torch.randn(3, 32)).abs().sum() > 1
 
 
+class NormAct(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
 def test_norms_that_cannot_be_replaced() -> None:
+    with pytest.raises(qv.QuiverError, match="a NormAct has a forward of its own"):
+        qv.group_norm(nn.Sequential(NormAct(4)))
+    assert isinstance(qv.group_norm(nn.SyncBatchNorm(4)), nn.GroupNorm)
     with pytest.raises(qv.QuiverError, match="does not know its channels"):
         qv.group_norm(nn.Sequential(nn.LazyBatchNorm2d()))
     with pytest.raises(qv.QuiverError, match="groups = 0"):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import quiverfl as qv
@@ -152,6 +152,49 @@ def trainable(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
 
 
+class Renaming(Patches):
+    """As transformers: a folder has older names, which its own reader knows."""
+
+    config = None
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, config: Any, **options: Any) -> Any:
+        assert options == dict.fromkeys(
+            ("local_files_only", "ignore_mismatched_sizes", "output_loading_info"), True
+        )
+        network = cls()
+        found = load_file(folder / "model.safetensors")
+        named = {name.removeprefix("old."): leaf for name, leaf in found.items()}
+        own = network.state_dict()
+        fits = {n: leaf for n, leaf in named.items() if n in own and leaf.shape == own[n].shape}
+        network.load_state_dict({**own, **fits})
+        report = {
+            "missing_keys": [name for name in own if name not in named],
+            "mismatched_keys": [(n, (), ()) for n in named if n in own and n not in fits],
+            "unexpected_keys": [name for name in named if name not in own],
+        }
+        return network, report
+
+
+def test_a_folder_with_older_names_is_read_by_its_library(tmp_path: Path) -> None:
+    network = trained(Renaming)
+    state = {f"old.{name}": leaf.contiguous() for name, leaf in network.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    given: dict[str, Any] = {"weights": tmp_path, "normalize": "data"}
+    body = make(Renaming, **given).body.state_dict()
+    for name, leaf in body.items():
+        assert torch.equal(leaf, network.state_dict()[name])
+    first = next(name for name in state if "embed" in name)
+    for changed, words in (
+        ({n: leaf for n, leaf in state.items() if n != first}, "lacks embed"),
+        ({**state, "old.more": torch.ones(2)}, "has more, which the network lacks"),
+        ({**state, first: torch.ones(2)}, "lacks embed"),
+    ):
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(QuiverError, match=words):
+            make(Renaming, **given)
+
+
 def test_frozen_partly_frozen_and_adapted(weights: Path) -> None:
     given: dict[str, Any] = {"weights": weights, "normalize": "data"}
     assert trainable(make(**given, train="head")) == {"head"}
@@ -180,6 +223,79 @@ def test_a_frozen_batch_norm_is_what_it_was_in_use(weights: Path) -> None:
     for name, leaf in whole.items():
         if not name.startswith("fc.") and not name.endswith("num_batches_tracked"):
             assert torch.equal(frozen[f"body.{name}"], leaf)
+
+
+class NormAct(nn.BatchNorm2d):
+    """A BatchNorm and an activation in one, as timm has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Dense(nn.Linear):
+    """A linear layer of a library's own, as timm has it."""
+
+
+class Library(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3), NormAct(6))
+        self.last = nn.Sequential(nn.Conv2d(6, 6, 3), NormAct(6))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.classifier = Dense(6, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.last(self.stem(x)).flatten(2).transpose(1, 2)
+        logits: Tensor = self.classifier(self.attention(tokens, tokens, tokens)[0].mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("train", ["head", ["last"]])
+def test_a_frozen_norm_with_a_forward_of_its_own_computes_it(train: Any, tmp_path: Path) -> None:
+    network = trained(Library)
+    network(X)  # statistics that are not those of a fresh layer
+    torch.save(network.state_dict(), tmp_path / "net.pt")
+    given: dict[str, Any] = {"weights": tmp_path / "net.pt", "normalize": "data", "train": train}
+    model = make(Library, **given).train()
+    stem, last = (network.eval().get_submodule(part) for part in ("stem", "last"))
+    with torch.no_grad():
+        y = stem(X)
+        assert torch.equal(model.body.stem(X), y)
+        assert torch.equal(model.body.last(y), last(y)) is (train == "head")
+    task = qv.Task(lambda: make(Library, **given), personal=())
+    kept = [name for name in task.statistics_layout.names if "stem" in name]
+    assert (kept, task.one_by_one is None) == ([], train == "head")
+    draw = np.random.default_rng(0)
+    pairs = [(draw.random((n, *SHAPE), dtype=np.float32), draw.integers(0, 5, n)) for n in (5, 9)]
+    data, found = qv.FederatedData.from_arrays(pairs, pairs, classes=5), []
+    for executor in ("sequential", "vectorized")[: 2 if train == "head" else 1]:
+        run = qv.simulate(
+            task,
+            data,
+            method=qv.DFedAvgM(epochs=1),
+            topology=qv.full(clients=2),
+            training=qv.Training(lr=0.1, batch_size=4),
+            rounds=2,
+            executor=executor,
+        )
+        found.append(run.personal(0).state_dict())
+    before = task.skeleton.state_dict()
+    for name, leaf in found[0].items():
+        if "stem" in name:
+            assert torch.equal(leaf, before[name])
+        torch.testing.assert_close(leaf, found[-1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_that_only_says_that_it_is_held_is_refused() -> None:
+    """It would normalise by the batch in training, which is padded where clients are stacked."""
+
+    def untracked() -> nn.Module:
+        model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+        model.get_submodule("0").track_running_stats = False
+        return model
+
+    with pytest.raises(QuiverError, match="without running statistics"):
+        qv.Task(untracked, personal=("2",))
 
 
 def test_a_frozen_body_trains_its_head_as_a_plain_loop_does(weights: Path) -> None:

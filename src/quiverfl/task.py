@@ -125,8 +125,9 @@ class Task(ReprCard):
             )
         if not self.shared_layout.size:
             raise QuiverError(
-                f"personal prefixes {self.personal} match every parameter: nothing would be "
-                "shared. Name only the part that stays with the client, such as 'head'."
+                f"personal prefixes {self.personal} match every parameter that is trained: nothing "
+                "would be shared. Name only the part that stays with the client, such as 'head'; "
+                "personal = () shares all."
             )
 
     @cached_property
@@ -409,8 +410,21 @@ def _find_batch_norms(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def _find_held_norms(model: nn.Module) -> set[nn.Module]:
+    """BatchNorm layers that have statistics, and stay in use whatever mode the model is in."""
+    before = model.training
+    held = {
+        module
+        for module in model.train().modules()
+        if not module.training and getattr(module, "running_mean", None) is not None
+    }
+    model.train(before)
+    return held
+
+
 def _check_layers(model: nn.Module) -> None:
     """Refuse layers that a client cannot train by itself, or whose shapes nobody knows yet."""
+    held = _find_held_norms(model)
     for name, module in model.named_modules():
         what = f"the model's layer {name!r} is a {type(module).__name__}"
         lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
@@ -424,7 +438,7 @@ def _check_layers(model: nn.Module) -> None:
                 f"{what}, which needs all processes at every step; clients meet once a round. Use "
                 "nn.BatchNorm2d, whose statistics stay with a client, or qv.group_norm(model)."
             )
-        tracks = getattr(module, "track_running_stats", False)
+        tracks = getattr(module, "track_running_stats", False) or module in held
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not tracks:
             raise QuiverError(
                 f"{what} without running statistics: in use its output for a sample would depend "

@@ -244,6 +244,10 @@ def test_leaf_with_other_users_in_its_test_part(tmp_path: Path) -> None:
             "reads numbers and texts of one length",
         ),
         ('{"users": ["a"], "user_data": {"a": {"x": [null], "y": [0]}}}', "text or objects"),
+        (
+            '{"users": ["a"], "user_data": {"a": {"x": ["01.jpg", "02.jpg"], "y": [0, 1]}}}',
+            "x are names of images, such as '01.jpg', as LEAF's CelebA has them",
+        ),
     ],
 )
 def test_what_is_not_leaf_is_one_sentence(content: str, words: str, tmp_path: Path) -> None:
@@ -316,14 +320,30 @@ def test_what_is_not_fedscale_is_one_sentence(tmp_path: Path) -> None:
         ("train_0.png", "gone.png", "line 2: there is no"),
         ("train_0.png", "../../secret.png", "leads out of"),
         ("train_0.png", "/etc/secret.png", "leads out of"),
+        ("\n8,", "\n,", "line 3: it has no client_id"),
+        ("\n8,", "\n\n,", "line 4: it has no client_id"),
     ):
         mapping.write_text(text.replace(old, new))
         with pytest.raises(QuiverError) as caught:
             own("fedscale", path)
         assert words in str(caught.value)
+    mapping.write_bytes(text.replace("Tree", "B\u00e4ume").encode("cp1252"))
+    with pytest.raises(QuiverError, match=r"is no readable list .* write it as UTF-8"):
+        own("fedscale", path)
     mapping.write_text(text.splitlines()[0])
     with pytest.raises(QuiverError, match="lists no samples"):
         own("fedscale", path)
     mapping.unlink()
     with pytest.raises(QuiverError, match=r"train.csv is missing: data.options.path is the folder"):
         own("fedscale", path)
+
+
+def test_fedscale_class_names_that_differ_between_clients_are_pointed_out(tmp_path: Path) -> None:
+    path = tmp_path / "openImg"
+    write_fedscale(path, {"train": [("7", "Tree", 4), ("7", "Car", 2), ("8", "Bush", 4)]})
+    data = own("fedscale", path, test_share=0.0)
+    (doubt,) = [text for text in data.doubts if "label_id" in text]
+    assert "label_id 4 is called 'Tree'" in doubt
+    assert "train.csv, line 2) and 'Bush'" in doubt
+    assert "train.csv, line 4)" in doubt
+    assert set(data.class_names).isdisjoint({"Tree", "Bush"})

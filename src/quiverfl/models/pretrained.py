@@ -78,6 +78,27 @@ class FrozenNorm(nn.Module):
         return normed
 
 
+class HeldNorm(nn.Module):
+    """A BatchNorm with a forward of its own, such as timm's with an activation, that stays in use.
+
+    It normalises by the statistics of the weights also where the network around it is trained.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm.eval()
+        norm.track_running_stats = False  # they are nobody's own
+
+    def train(self, mode: bool = True) -> HeldNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x)
+        return normed
+
+
 def pretrained(
     input_shape: tuple[int, ...],
     classes: int,
@@ -145,9 +166,13 @@ def _make_network(source: str | Callable[..., nn.Module], options: Mapping[str, 
 
 
 def _find_head(network: nn.Module, head: str | None) -> str:
-    """The name of the layer that is replaced."""
-    modules = network.named_modules()
-    linear: list[str] = [name for name, layer in modules if type(layer) is nn.Linear and name]
+    """The name of the layer that is replaced; timm's classifiers are of a subclass of its own."""
+    inside = nn.modules.linear.NonDynamicallyQuantizableLinear  # of an attention
+    linear: list[str] = [
+        name
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.Linear) and not isinstance(layer, inside) and name
+    ]
     if head is not None:
         if head in linear:
             return head
@@ -156,11 +181,16 @@ def _find_head(network: nn.Module, head: str | None) -> str:
             f"model.head = {head!r}: the network has no linear layer of this name; its last ones "
             f"are {known}."
         )
-    if linear and any(part in HEADS for part in linear[-1].split(".")):
+    if not linear:
+        raise QuiverError(
+            f"the network ({type(network).__name__}) has no nn.Linear that a fresh head could take "
+            "the place of: give a source whose classifier is one."
+        )
+    if any(part in HEADS for part in linear[-1].split(".")):
         return linear[-1]
     raise QuiverError(
         "model.head: say which linear layer is the network's last one; its last ones are "
-        f"{', '.join(linear[-5:]) or 'none'}."
+        f"{', '.join(linear[-5:])}."
     )
 
 
@@ -204,6 +234,8 @@ def _load(network: nn.Module, path: Path, head: str) -> None:
     given = _read_weights(file, status.st_mtime_ns, status.st_size)
     own = network.state_dict()
     wanted = {name for name in own if not name.startswith(f"{head}.")}
+    if path.is_dir() and not wanted <= given.keys() and hasattr(network, "from_pretrained"):
+        given = _read_by_library(network, path)
     weights = {name: leaf for name, leaf in given.items() if not name.startswith(f"{head}.")}
     counters = {name for name in wanted if name.endswith("num_batches_tracked")}
     for one, other, names in (
@@ -225,6 +257,28 @@ def _load(network: nn.Module, path: Path, head: str) -> None:
         if leaf.is_floating_point() and not torch.isfinite(leaf).all():
             raise QuiverError(f"{file}: {name} holds NaN or infinity: the file is damaged.")
     network.load_state_dict({**own, **weights})
+
+
+def _read_by_library(network: Any, folder: Path) -> dict[str, Tensor]:
+    """The weights as transformers reads its own folder: it writes some under their older names."""
+    try:
+        loaded, report = type(network).from_pretrained(
+            folder,
+            config=network.config,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        # Whatever the library raises: the folder is the user's.
+        raise QuiverError(
+            f"{folder} cannot be read by {type(network).__name__}: {type(error).__name__}: "
+            f"{(str(error).splitlines() or [''])[0].rstrip('.')}."
+        ) from error
+    state: dict[str, Tensor] = loaded.state_dict()
+    fresh = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    unknown = {name: torch.zeros(()) for name in report["unexpected_keys"]}
+    return {**{name: leaf for name, leaf in state.items() if name not in fresh}, **unknown}
 
 
 @lru_cache(maxsize=2)
@@ -405,4 +459,5 @@ def _freeze_norms(model: nn.Module, trained: Sequence[str]) -> None:
             path = f"{name}.{leaf}" if name else leaf
             below = any(path == part or path.startswith(f"{part}.") for part in trained)
             if isinstance(child, kinds) and not below and child.running_mean is not None:
-                module._modules[leaf] = FrozenNorm(child)
+                plain = type(child).forward is kinds.forward
+                module._modules[leaf] = FrozenNorm(child) if plain else HeldNorm(child)

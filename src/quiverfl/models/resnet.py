@@ -172,6 +172,12 @@ def _replace_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.Grou
             f"group_norm: a {type(norm).__name__} does not know its channels yet; run the model on "
             "a batch first, or give num_features."
         )
+    layer = nn.modules.batchnorm._BatchNorm
+    if not isinstance(norm, nn.SyncBatchNorm) and type(norm).forward is not layer.forward:
+        raise QuiverError(
+            f"group_norm: a {type(norm).__name__} has a forward of its own, which a GroupNorm "
+            "would not compute: make the network with nn.GroupNorm, such as by timm's norm_layer."
+        )
     channels = norm.num_features
     most = 1 if isinstance(norm, nn.BatchNorm1d) else min(groups, max(1, channels // 2))
     chosen = next(count for count in range(most, 0, -1) if channels % count == 0)

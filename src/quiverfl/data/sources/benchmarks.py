@@ -80,6 +80,12 @@ def read_leaf(
     users = [part for part in (first, second) if part is not None]
     values = [row for part in users for x, _ in part.values() for row in x]
     text = bool(values) and isinstance(values[0], str)
+    if text and all(isinstance(row, str) and row.lower().endswith(IMAGES) for row in values):
+        raise QuiverError(
+            f"{path}: x are names of images, such as {values[0]!r}, as LEAF's CelebA has them: "
+            'bring the images as a folder by owner and class (data.name = "folder"), or read them '
+            'with code of your own, data.name = "module:function".'
+        )
     letters = "".join(sorted({letter for row in values for letter in row})) if text else None
     train, test = (
         None if p is None else _stack_users(path, p, letters, shape) for p in (first, second)
@@ -96,6 +102,7 @@ def read_leaf(
     return _build(path, train, test, test_share, notes, **said)
 
 
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _Users = dict[str, tuple[list[Any], list[Any]]]
 
 
@@ -233,7 +240,8 @@ def read_fedscale(
     dataset = _build(
         path, parts[0], parts[1] if len(parts) > 1 else None, test_share, notes, classes=classes
     )
-    return replace(dataset, class_names=_name_classes(dataset.class_names, used))
+    names, doubts = _name_classes(dataset.class_names, used)
+    return replace(dataset, class_names=names, doubts=(*dataset.doubts, *doubts))
 
 
 TEST_LISTS = ("test", "val", "validation")
@@ -244,8 +252,8 @@ class _Mapping:
     files: list[Path]
     labels: AnyArray
     owners: AnyArray
-    names: dict[str, str]
-    """What labels are called, where the list says so."""
+    names: dict[str, dict[str, str]]
+    """What each label is called, and where it first is."""
 
 
 def _read_mapping(root: Path, file: Path) -> _Mapping:
@@ -254,9 +262,13 @@ def _read_mapping(root: Path, file: Path) -> _Mapping:
             f"{file} is missing: data.options.path is the folder of a data set of FedScale, which "
             f"has {MAPPING}/train.csv in it."
         )
-    with file.open(newline="", encoding="utf-8") as text:
-        rows = [row for row in csv.reader(text) if row]
-    header = rows[0] if rows else []
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as text:
+            reader = csv.reader(text)
+            rows = [(reader.line_num, row) for row in reader if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise QuiverError(f"{file} is no readable list ({error}): write it as UTF-8.") from error
+    header = rows[0][1] if rows else []
     wanted = ("client_id", "sample_path", "label_id")
     if any(name not in header for name in wanted):
         raise QuiverError(
@@ -265,17 +277,22 @@ def _read_mapping(root: Path, file: Path) -> _Mapping:
         )
     client, sample, label = (header.index(name) for name in wanted)
     called = header.index("label_name") if "label_name" in header else label
-    files, labels, owners, names = [], [], [], {}
-    for line, row in enumerate(rows[1:], start=2):
+    files, labels, owners = [], [], []
+    names: dict[str, dict[str, str]] = {}
+    for line, row in rows[1:]:
         if len(row) != len(header) or not row[label].strip().isdigit():
             raise QuiverError(
                 f"{file}, line {line}: it should have {len(header)} columns and a whole number as "
                 f"label_id, not {','.join(row)[:60]!r}."
             )
+        if not row[client].strip():
+            raise QuiverError(f"{file}, line {line}: it has no client_id: say whose sample it is.")
         files.append(_find_sample(root, file, line, row[sample]))
         labels.append(int(row[label]))
         owners.append(row[client].strip())
-        names[str(labels[-1])] = row[called].strip()
+        names.setdefault(str(labels[-1]), {}).setdefault(
+            row[called].strip(), f"{file}, line {line}"
+        )
     if not files:
         raise QuiverError(f"{file} lists no samples.")
     return _Mapping(files, np.array(labels, dtype=np.int64), np.array(owners), names)
@@ -296,8 +313,22 @@ def _find_sample(root: Path, file: Path, line: int, name: str) -> Path:
     )
 
 
-def _name_classes(numbers: tuple[str, ...], lists: Sequence[_Mapping]) -> tuple[str, ...]:
-    """The names of the labels, unless two labels have one."""
-    known = {label: name for part in lists for label, name in part.names.items()}
-    names = tuple(known.get(label, label) for label in numbers)
-    return names if len(set(names)) == len(names) else numbers
+def _name_classes(
+    numbers: tuple[str, ...], lists: Sequence[_Mapping]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the labels, unless two labels have one or one has two; what is doubtful."""
+    known: dict[str, dict[str, str]] = {}
+    for part in lists:
+        for label, names in part.names.items():
+            known.setdefault(label, {}).update({n: at for n, at in names.items() if n})
+    doubts = []
+    for label, names in known.items():
+        if len(names) > 1:
+            (one, first), (other, second) = list(names.items())[:2]
+            doubts.append(
+                f"label_id {label} is called {one!r} ({first}) and {other!r} ({second}): the "
+                "numbers count, and classes go by them. Give every class a number of its own."
+            )
+            break
+    found = tuple(next(iter(known.get(label, {})), label) for label in numbers)
+    return (numbers if doubts or len(set(found)) < len(found) else found), doubts
