@@ -361,6 +361,9 @@ def test_the_reference_has_every_option_of_a_method_with_its_default() -> None:
         if re.search(r"\n\n`\w+` · \[", s)
     }
     assert set(sections) == set(qv.METHODS)
+    for name, section in sections.items():
+        assert "**Stage to look at:**" in section, name
+        assert name == "local" or re.search(r"^(    |1\. )|[←∇=] ", section, re.M), name
     for name, method in qv.METHODS.items():
         rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", sections[name], re.M))
         assert set(rows) == {field.name for field in fields(method)}, name
