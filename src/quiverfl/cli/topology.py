@@ -112,8 +112,8 @@ def show(
 ) -> None:
     """Stochasticity, connectivity, contraction, spread of μ and cost, over some rounds.
 
-    The graphs of an adaptive topology depend on the run: given the folder of one, this shows those
-    it recorded; given its name, those of clients that always tell the same.
+    The graphs of an adaptive topology depend on the run. Given the folder of one, this shows those
+    it recorded. Given its name, it shows those of clients that always tell the same.
     """
     if picture_round is not None and picture is None:
         raise QuiverError(f"--picture-round {picture_round}: it goes with --picture FILE.")
