@@ -351,9 +351,10 @@ def test_the_page_of_commands_is_current() -> None:
 
 @pytest.mark.usefixtures("scripts")
 def test_every_parameter_has_a_line() -> None:
-    from parameters import undescribed
+    from parameters import undescribed, unused
 
     assert list(undescribed()) == [], "docs/site/parameters.toml has a line for each"
+    assert list(unused()) == [], "docs/site/parameters.toml has lines for what is gone"
 
 
 def test_the_reference_has_every_option_of_a_method_with_its_default() -> None:

@@ -40,6 +40,14 @@ def undescribed() -> Iterator[str]:
                 yield f"{name}.{parameter.name}"
 
 
+def unused() -> Iterator[str]:
+    """Lines of parameters that there are no more."""
+    known = {name: {one.name for one in parameters_of(name)} for name in quiverfl.__all__}
+    known["all"] = set().union(*known.values())
+    for name, lines in _lines().items():
+        yield from (f"{name}.{one}" for one in lines if one not in known.get(name, set()))
+
+
 def with_tables(page: str) -> str:
     """The page with a table below every public name."""
     return re.sub(r"^::: quiverfl\.(\w+)$", lambda m: m[0] + "\n" + table(m[1]), page, flags=re.M)
