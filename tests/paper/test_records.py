@@ -121,15 +121,16 @@ def graph_tables(case: str) -> list[str]:
     lines, gains = [], {}
     last = {name: {seed: _last(f) for seed, f in runs.items()} for name, runs in arms.items()}
     base = last["random push, the paper's step"]
+    common = set.intersection(*(set(runs) for runs in arms.values()))
     for name, runs in arms.items():
-        scores = np.array(list(last[name].values()))
+        scores = np.array([last[name][seed] for seed in common])
         means, spreads = 100 * scores.mean(axis=0), 100 * scores.std(axis=0, ddof=1)
         stages = [f"{m:.2f} ± {s:.2f}" for m, s in zip(means, spreads, strict=True)]
-        rounds = [pd.read_parquet(folder / "rounds.parquet") for folder in runs.values()]
+        rounds = [pd.read_parquet(runs[seed] / "rounds.parquet") for seed in common]
         low, high = min(r.mu_min.min() for r in rounds), max(r.mu_max.max() for r in rounds)
         mu = f"{low:.2f} … {high:.2f}" if low < 1 - 1e-9 else "1"
         apart = np.mean([r.consensus.mean() for r in rounds])
-        cells = (name, len(runs), *stages, mu, f"{apart:.2g}")
+        cells = (name, len(common), *stages, mu, f"{apart:.2g}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
         if last[name] is not base:
             gains[name] = np.array([100 * (last[name][seed] - base[seed]) for seed in runs])

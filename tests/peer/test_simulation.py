@@ -72,8 +72,9 @@ def configured(root: Path, peers: int, rounds: int, changes: dict[str, str]) -> 
             3,
             4,
         ),
+        ({"topology": 'name = "balanced_push"\nneighbors = 1'}, 3, 4),
     ],
-    ids=["dfedpgp float32", "dispfl float64"],
+    ids=["dfedpgp float32", "dispfl float64", "balanced push"],
 )
 def test_sync_peers_equal_quiver_run_with_their_arithmetic(
     tmp_path: Path, changes: dict[str, str], peers: int, rounds: int

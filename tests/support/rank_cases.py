@@ -49,8 +49,9 @@ LOOKING = [
     lambda m: qv.participating(qv.loss_push(m, 2, seed=0), 0.5, seed=1),
     lambda m: qv.similar_pull(m, 3, sketch=4, seed=0),
 ]
+BALANCED = lambda m: qv.unreliable(qv.balanced_push(m, 2, seed=0), 0.4, seed=1)  # noqa: E731
 CASES = [(method, graphs) for method, choices in METHODS for graphs in choices]
-CASES += [(qv.DFedPGP(shared_epochs=2), graphs) for graphs in LOOKING]
+CASES += [(qv.DFedPGP(shared_epochs=2), graphs) for graphs in (*LOOKING, BALANCED)]
 RINGS = [(method, RING) for method, _ in METHODS]
 EPOCHS = (1, 2, 3, 1, 0, 3)
 DFEDPGP = qv.DFedPGP(shared_epochs=2)
