@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import quiverfl as qv
 from authored import Plain
+from quiverfl.engine.evaluation import client_model
 from small import CLIENTS, REGULAR, TRAINING, tiny_data
 
 
@@ -41,7 +42,7 @@ def test_a_frozen_parameter_stays_is_not_sent_and_is_kept_once(executor: Any) ->
     assert int(run.rounds["network_bytes"].iloc[0]) == CLIENTS * 2 * (5 * 4 + 8)
     x = torch.randn(4, 6)
     program = run._shard.context.program()
-    point = run._shard.model(0, "mixed")
+    point = client_model(run._shard, 0, "mixed")[0]
     seen = program.call(program.named_params(point), x, features=False)
     torch.testing.assert_close(seen.outputs, run.personal(0)(x))
 

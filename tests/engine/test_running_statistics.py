@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import quiverfl as qv
 from quiverfl.data.batches import batch_order
+from quiverfl.engine.evaluation import client_model
 from quiverfl.errors import Diverged, QuiverWarning
 from quiverfl.methods.contract import Interleaved
 from quiverfl.runs.export import export_client
@@ -286,7 +287,7 @@ def test_laws_of_every_method(method: Any, graphs: Any) -> None:
         assert torch.equal(one, other)
     for stage in ("local", "mixed"):
         whole._shard.evaluate(2, stage)
-        whole._shard.model(1, stage)
+        client_model(whole._shard, 1, stage)[0]
     assert torch.equal(running(whole), end)
     assert "running_statistics" not in whole._shard.outbox()
     models = 1 + max(
@@ -546,7 +547,7 @@ def test_a_client_that_comes_later_begins_with_what_is_sent(buffers: Any) -> Non
         threads=1,
     )
     statistics = found._shard.statistics if buffers == "mixed" else None
-    point = found._shard.model(0, "mixed")
+    point = client_model(found._shard, 0, "mixed")[0]
     started = task.initial_statistics().double() if statistics is None else statistics[0, 0]
     model = task.make_module(point, started)
     (x, y), (test_x, test_y) = (

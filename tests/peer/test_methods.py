@@ -15,6 +15,7 @@ from torch import nn
 
 import quiverfl as qv
 from quiverfl.engine.checks.peers import choose_message_split
+from quiverfl.engine.evaluation import client_model
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
@@ -373,7 +374,7 @@ def test_async_peers_average(tmp_path: Path, method: Any, topology: Topology) ->
     report = audit([read_statement(folder / "store") for folder in folders])
     assert report.error == 0
     assert report.units == 3 * UNIT
-    after = torch.stack([node.learner._shard.model(0, "mixed").shared for node in nodes])
+    after = torch.stack([client_model(node.learner._shard, 0, "mixed")[0].shared for node in nodes])
     first = torch.stack(before)
     if method.name == "dispfl":
         assert ((after != 0).sum(dim=1) <= (first != 0).sum(dim=1)).all()

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quiverfl.engine.collective import World
 from quiverfl.engine.evaluation import compute_metrics
 from quiverfl.engine.history import Record
 from quiverfl.engine.local.context import ClientGroup, PhaseContext
-from quiverfl.engine.local.vmap import vmap_params
+from quiverfl.engine.local.vmap import vmap_clients
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Method
 from quiverfl.seeds import key_hashes
@@ -35,7 +36,7 @@ class ReportExchange:
         self.spec, self.view = spec, ReportView.empty(spec, clients)
         self.outgoing: ReportValues = np.full((len(ids), spec.width), np.nan, dtype=np.float32)
         """[rows, width]. A client that does not train says again what it said last."""
-        self._context, self._personal, self._ids = context, vmap_params(method.personal), ids
+        self._context, self._personal, self._ids = context, vmap_clients(method.personal), ids
 
     def record_losses(self, state: Any, group: ClientGroup) -> Callable[[Any], None]:
         """Before clients train: their loss. What is returned wants the state they reach."""
@@ -84,8 +85,18 @@ class ReportExchange:
     def _signs(self) -> Floats:
         return np.where(self._hashes & np.uint64(1), 1.0, -1.0)
 
-    def exchange(self, round: int, graph: Graph, outgoing: ReportValues) -> Record:
-        """Everybody remembers what it was told; the record has who told whom."""
+    @classmethod
+    def make(
+        cls, spec: ReportSpec | None, context: PhaseContext, method: Method, world: World
+    ) -> ReportExchange | None:
+        """The reports of a world's clients; None where the topology asks for none."""
+        if spec is None:
+            return None
+        return cls(spec, context, method, world.ids, len(world.all_ids))
+
+    def exchange(self, round: int, graph: Graph, world: World) -> Record:
+        """Give every client the reports of the senders of its messages; record the links."""
+        outgoing = world.gather(torch.from_numpy(self.outgoing)).numpy()
         self.view = self.view.with_messages(round, graph, outgoing)
         return {"links": graph_to_text(graph)}
 
@@ -93,6 +104,11 @@ class ReportExchange:
         """What this shard's clients know."""
         known = self.view.arrays()
         return {name: torch.from_numpy(array[self._ids]) for name, array in known.items()}
+
+    def share(self, world: World) -> None:
+        """After a checkpoint of its own clients a rank learns what those of others know."""
+        known = {name: world.gather(own).numpy() for name, own in self.rows().items()}
+        self.view = ReportView.from_arrays(self.spec, known)
 
     def restore(self, known: Mapping[str, Tensor]) -> None:
         """Take back what this shard's clients knew."""

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quiverfl.data.federated import FederatedData
 from quiverfl.engine.exchange.matrix import NARROWEST, mix
 from quiverfl.engine.local.context import ClientGroup
 from quiverfl.engine.local.workers import parallel_for
+from quiverfl.engine.settings import RunSettings
 from quiverfl.topologies.graph import Graph
 from quiverfl.types import Flags, Integers
 
@@ -83,6 +85,13 @@ class LocalWorld:
         self.ids = self.all_ids = ids
         self._sizes = np.zeros(len(ids)) if sizes is None else sizes
         self._kinds = np.asarray(self._sizes[:, None] if kinds is None else kinds, dtype=np.int64)
+
+    @classmethod
+    def of_data(cls, ids: Integers, data: FederatedData, settings: RunSettings) -> LocalWorld:
+        """Clients are alike if they have as many examples and epochs."""
+        sizes, epochs = data.train.sizes, settings.epochs_per_client
+        same = np.zeros(len(ids), dtype=np.int64) if epochs is None else np.asarray(epochs)
+        return cls(ids, sizes, np.stack([sizes, data.test.sizes, same], axis=1))
 
     @property
     def longest(self) -> int:

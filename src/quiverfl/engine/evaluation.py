@@ -17,6 +17,7 @@ from quiverfl.engine.local.context import ClientGroup, PhaseContext, PhaseIndex
 from quiverfl.engine.local.examples import Examples
 from quiverfl.engine.local.programs import flatten_clients
 from quiverfl.engine.local.workers import WORKER, Halted, parallel_for
+from quiverfl.engine.states import open_client
 from quiverfl.errors import Diverged
 from quiverfl.objectives import AnyMetric, Metric, PerSample
 from quiverfl.support.environment import NO_FLOAT64
@@ -84,10 +85,20 @@ def _divide(shard: Shard, rows: Integers) -> list[ClientGroup]:
     return [ClientGroup(part, shard.ids[part]) for part in parts]
 
 
+def client_model(shard: Shard, row: int, stage: str) -> tuple[Params, Tensor | None]:
+    """The model that one client would use, and its running statistics, if it has any.
+
+    It is fine-tuned where the method evaluates it so.
+    """
+    group = ClientGroup(np.array([row]), shard.ids[row : row + 1])
+    params = Params(*(part[0].clone() for part in find_models(shard, group, stage)))
+    return params, None if shard.statistics is None else shard.context.programs.statistics[0]
+
+
 def find_models(shard: Shard, group: ClientGroup, stage: str) -> Params:
     """The models of a group at a stage, fine-tuned where the method evaluates them so."""
     if shard.opens_clients:
-        shard.open_client(group.rows, stage)
+        open_client(shard, group.rows, stage)
     if stage == "local":
         params = shard.local.replace(group.rows, shard.personal)
     else:
@@ -278,11 +289,24 @@ class LocalModels:
         self.statistics: dict[int, Tensor] = {}
         """Their running statistics, [models, size], where these are mixed later."""
 
-    def keep(self, rows: Integers, stacked: Params) -> None:
-        if len(rows):
+    def keep(
+        self,
+        rows: Integers,
+        find_models: Callable[[Integers], Params],
+        statistics: Tensor | None,
+        width: int,
+    ) -> None:
+        """Keep the models of these rows, found `width` at a time.
+
+        Their running statistics are kept too, where these are mixed later.
+        """
+        for begin in range(0, len(rows), width):
+            chunk = rows[begin : begin + width]
             # Each its own memory, which is free again when the client trains.
-            own = ([row.clone() for row in part.unbind()] for part in stacked)
-            self.points.update(zip(rows.tolist(), map(Params, *own), strict=True))
+            own = ([row.clone() for row in part.unbind()] for part in find_models(chunk))
+            self.points.update(zip(chunk.tolist(), map(Params, *own), strict=True))
+        if statistics is not None:
+            self.statistics.update((row, statistics[row].clone()) for row in rows.tolist())
 
     def forget(self, rows: Integers) -> None:
         for row in rows.tolist() if self.points else ():

@@ -19,7 +19,7 @@ from torch import Tensor
 from quiverfl.engine.local.context import ClientGroup, PhaseContext
 from quiverfl.engine.local.examples import Batch, padding_weights
 from quiverfl.engine.local.programs import align_rows
-from quiverfl.engine.states import to_device
+from quiverfl.engine.states import open_client, to_device
 from quiverfl.methods.contract import Part
 from quiverfl.support.environment import NO_FLOAT64
 from quiverfl.task import Params
@@ -43,7 +43,7 @@ def gradient_norms(shard: Shard, mass: Tensor | None) -> dict[str, float]:
         own_shared, own_personal = (mean.new_zeros(0, layout.size) for layout in layouts)
         if len(group.rows):
             if shard.opens_clients:
-                shard.open_client(group.rows)
+                open_client(shard, group.rows)
             own = to_device(shard.personal(group.rows), context.device)
             agreed = mean.to(own.shared.dtype).to(own.shared.device)
             agreed = agreed.expand(len(group.rows), -1).contiguous()

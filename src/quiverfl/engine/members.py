@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from quiverfl.engine.collective import LocalWorld
+from quiverfl.engine.local.vmap import vmap_clients
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.states import take_rows, write_rows
 from quiverfl.errors import QuiverError
@@ -55,7 +56,9 @@ class Members:
                     for name, leaf in message.items()
                 }
                 message[mass] = torch.full_like(message[mass], self._plan.grant)
-            shard.merge_rows(np.array([newcomer]), message)
+            rows = np.array([newcomer])
+            merged = vmap_clients(shard.method.merge)(take_rows(shard.state, rows), message)
+            write_rows(shard.state, rows, merged)
 
     def keep_leaving(self, shard: Shard) -> None:
         """Copy the states of those whose last round this is, before they give them away."""

@@ -1,145 +1,28 @@
-"""The states of a shard's clients, stacked on axis 0: how they start, and how rows are changed."""
+"""Rows of stacked states: taken, written, sent as messages and merged with what arrives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quiverfl.engine.local.context import PhaseContext
 from quiverfl.engine.local.step import Buffers
 from quiverfl.engine.local.vmap import select_rows, vmap_clients
-from quiverfl.engine.settings import RunSettings
 from quiverfl.errors import Diverged, QuiverError
-from quiverfl.methods.contract import Message, Method, Phase, Start
+from quiverfl.methods.contract import Message, Method
+from quiverfl.methods.optional import SizesMessages
 from quiverfl.methods.state import field_roles, replicated_fields
-from quiverfl.seeds import stream
-from quiverfl.support.environment import NO_FLOAT64, use_large_pages
-from quiverfl.task import Params, Task
+from quiverfl.support.environment import NO_FLOAT64
 from quiverfl.types import Flags, Integers
 
+if TYPE_CHECKING:
+    from quiverfl.engine.shard import Shard
 
-def initial_states(
-    task: Task,
-    method: Method,
-    context: PhaseContext,
-    ids: Integers,
-    settings: RunSettings,
-    home: torch.device,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Any:
-    """A NamedTuple of stacked tensors at `home`: every client's `init`.
-
-    `shapes` are those of a sample's features and outputs.
-    """
-    device = home if context.device.type in NO_FLOAT64 else context.device
-
-    def cast(params: Params) -> Params:
-        return Params(*(part.to(device, settings.dtype) for part in params))
-
-    point = common = cast(task.initial_params(settings.seed))
-    stacked: list[Tensor] = []
-    kind: Any = None
-    for row, client in enumerate(ids):
-        if not settings.common_init:
-            point = cast(task.initial_params(settings.seed, 1 + int(client)))
-        if task.own_models:
-            at = int(client), settings.seed
-            start_at = 0 if settings.common_init else 1 + int(client)
-            common = task.with_own_part(common, *at, 0)
-            point = task.with_own_part(point, *at, start_at)
-        random = stream(settings.seed, "start", int(client))
-        samples = int(context.examples.sizes[row])
-        start = Start(point, common, samples, random, *shapes)
-        state = make_state(method, task, start)
-        if kind is None:
-            kind = type(state)
-            check_state(method, task, state)
-            stacked = [_room(leaf, len(ids), context.device, home) for leaf in state]
-        if not settings.common_init and replicated_fields(kind):
-            random = stream(settings.seed, "start", int(client))
-            agreed_start = replace(start, params=common, random=random)
-            _check_copies(method, state, make_state(method, task, agreed_start))
-        for leaf, value in zip(stacked, state, strict=True):
-            leaf[row] = value
-    for name in replicated_fields(kind) if kind is not None else ():
-        copies = stacked[kind._fields.index(name)]
-        if not torch.equal(copies, copies[:1].expand_as(copies)):
-            raise _copies_differ(method, name)
-    return kind(*stacked)
-
-
-def _room(leaf: Tensor, clients: int, device: torch.device, home: torch.device) -> Tensor:
-    """For a leaf of all clients; pinned where a GPU fetches it from the host's memory."""
-    pinned = device.type == "cuda" and home.type == "cpu"
-    shape = (clients, *leaf.shape)
-    return use_large_pages(leaf.new_empty(shape, device=home, pin_memory=pinned))
-
-
-def make_state(method: Method, task: Task, start: Start) -> Any:
-    """The method's `init`, which must leave its arguments as they are: other clients share them."""
-    given = (*start.params, *start.common_params)
-    before = [part._version for part in given]
-    state = method.init(task, start)
-    if [part._version for part in given] != before:
-        raise QuiverError(
-            f"{method.title}: init changes start.params or start.common_params in place, which "
-            "other clients start from too. Return new tensors: a + b in place of a.add_(b)."
-        )
-    return state
-
-
-def _check_copies(method: Method, own: Any, from_common: Any) -> None:
-    for name in replicated_fields(type(own)):
-        if not torch.equal(getattr(own, name), getattr(from_common, name)):
-            raise _copies_differ(method, name)
-
-
-def _copies_differ(method: Method, name: str) -> QuiverError:
-    return QuiverError(
-        f"{method.title}: the state's field {name!r} is declared Replicated, but init gives it "
-        "different values at different clients: start it from start.common_params, which is the "
-        "same for all of them also where run.common_init = false, and not from start.params, "
-        "start.samples or start.random."
-    )
-
-
-def check_state(method: Method, task: Task, state: Any) -> None:
-    """Refuse a state that engine, checkpoints and peers could not carry."""
-    if not isinstance(state, tuple) or not hasattr(state, "_fields"):
-        raise QuiverError(
-            f"{method.title}: init returned a {type(state).__name__}; a state is a NamedTuple of "
-            "tensors (docs/how-to/own-method.md)."
-        )
-    wanted = {"shared": (task.shared_layout.size,), "personal": (task.personal_layout.size,)}
-    for name, role in field_roles(type(state)).items():
-        leaf = getattr(state, name)
-        if not isinstance(leaf, Tensor):
-            raise QuiverError(
-                f"{method.title}: the state's field {name!r} is a {type(leaf).__name__}; every "
-                "field is a tensor, a number torch.tensor(…)."
-            )
-        if not leaf.is_floating_point():
-            raise QuiverError(
-                f"{method.title}: the state's field {name!r} has type {leaf.dtype}; weighted sums "
-                "need floating-point numbers, such as torch.tensor(3.0)."
-            )
-        shape = wanted.get(role, () if role == "scalar" else tuple(leaf.shape))
-        if tuple(leaf.shape) != shape:
-            raise QuiverError(
-                f"{method.title}: the state's field {name!r} is declared {role.capitalize()}, "
-                f"which has shape {shape}, but init made it {tuple(leaf.shape)}. Declare it as a "
-                "plain Tensor if it has a shape of its own."
-            )
-    if method.mass is not None and field_roles(type(state)).get(method.mass) != "scalar":
-        raise QuiverError(
-            f"{method.title} declares mass = {method.mass!r}, but its state has no Scalar field "
-            f"of that name; it has: {', '.join(state._fields)}."
-        )
+STATISTICS = "running_statistics"
+"""The leaf of a message that holds running statistics, where they are averaged."""
 
 
 def take_rows(state: Any, rows: Integers) -> Any:
@@ -169,6 +52,19 @@ def to_device(stacked: Any, device: torch.device) -> Any:
         return type(stacked)(*(leaf.to(device, non_blocking=True) for leaf in stacked))
     narrow = (leaf.float() if leaf.dtype == torch.float64 else leaf for leaf in stacked)
     return type(stacked)(*(leaf.to(device) for leaf in narrow))
+
+
+def open_client(shard: Shard, rows: Integers, stage: str = "mixed") -> Tensor | None:
+    """Compute the model of this one client; on a copy of its statistics, if it has any."""
+    row, copy, task = int(rows[0]), None, shard.context.task
+    if shard.statistics is not None:
+        statistics = shard.statistics[row]
+        if stage == "local":
+            statistics = shard.local.statistics.get(row, statistics)
+        copy = statistics.to(shard.context.device, copy=True)
+    own = task.of_client(int(shard.ids[row])) if task.own_models else None
+    shard.context.programs.open_client(own, copy)
+    return copy
 
 
 def merge_states(
@@ -205,16 +101,55 @@ def check_finite(
             raise Diverged(when, client, what)
 
 
-def initial_statistics(
-    task: Task, phases: Iterable[Phase], clients: int, dtype: torch.dtype, home: torch.device
-) -> Tensor | None:
-    """Running statistics of every client's models, [clients, models, size]; None without any."""
-    if not task.statistics_layout.names:
-        return None
-    trains = [train for p in phases for train in getattr(p, "phases", (p,))]
-    models = 1 + max((getattr(train, "model", 0) for train in trains), default=0)
-    start = task.initial_statistics().to(home, dtype)
-    return start.expand(clients, models, -1).clone()
+def emit_messages(
+    method: Method, state: Any, rows: Integers | None, statistics: Tensor | None
+) -> Message:
+    """The messages of all clients or of some rows. A leaf sent as it stands is the state's own.
+
+    `statistics` are given where running statistics are sent and averaged.
+    """
+    emit = vmap_clients(method.message)
+    if rows is None:
+        return _add_statistics(dict(emit(state)), statistics, method, state, slice(None))
+    # vmap takes no empty stack: one client gives the shapes of a message without any.
+    messages = emit(take_rows(state, rows if len(rows) else np.array([0])))
+    messages = _add_statistics(messages, statistics, method, state, torch.from_numpy(rows))
+    return {name: leaf[: len(rows)] for name, leaf in messages.items()}
+
+
+def message_bytes(method: Method, messages: Message) -> Any:
+    """Bytes of each message: one number for all, or one each where the method sizes them."""
+    if not isinstance(method, SizesMessages):
+        return sum(leaf[0].nbytes for leaf in messages.values())
+    sent = {name: leaf for name, leaf in messages.items() if name != STATISTICS}
+    beside = messages[STATISTICS][0].nbytes if STATISTICS in messages else 0
+    return vmap_clients(method.payload)(sent).cpu().numpy() + beside
+
+
+def _add_statistics(
+    message: Message, statistics: Tensor | None, method: Method, state: Any, rows: slice | Tensor
+) -> Message:
+    """The message with the running statistics, weighed as its shared part is.
+
+    Of several models it is the last one's: the one that is sent.
+    """
+    if statistics is None:
+        return message
+    weight, own = statistics_weight(method, state, message), statistics[rows, -1]
+    if weight is not None:
+        return {**message, STATISTICS: own * message[weight].to(own.dtype).unsqueeze(1)}
+    return {**message, STATISTICS: own.clone()}
+
+
+def merge_statistics(statistics: Tensor, mixed: Message, method: Method, state: Any) -> Message:
+    """Keep the average of the statistics that arrived. Returns the rest of the message."""
+    rest = {name: leaf for name, leaf in mixed.items() if name != STATISTICS}
+    weight = statistics_weight(method, state, rest)
+    average = mixed[STATISTICS]
+    if weight is not None:
+        average = average / rest[weight].to(average.dtype).unsqueeze(1)
+    statistics[:, -1] = average.to(statistics.device)
+    return rest
 
 
 def statistics_weight(method: Method, state: Any, message: Message) -> str | None:

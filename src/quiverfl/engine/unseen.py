@@ -27,7 +27,8 @@ from quiverfl.engine.local.examples import Examples
 from quiverfl.engine.local.trainer import Trainer
 from quiverfl.engine.settings import RunSettings, is_evaluated
 from quiverfl.engine.shard import Shard
-from quiverfl.engine.states import initial_states, take_rows, to_device
+from quiverfl.engine.start import initial_states
+from quiverfl.engine.states import take_rows, to_device
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.contract import Method, Train
 from quiverfl.methods.optional import adaptation_phase

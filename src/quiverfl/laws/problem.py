@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quiverfl.data.federated import FederatedData
-from quiverfl.engine.local.vmap import vmap_params
+from quiverfl.engine.local.vmap import vmap_clients
 from quiverfl.engine.settings import RunSettings
 from quiverfl.engine.shard import Shard
 from quiverfl.errors import QuiverError
@@ -142,7 +142,7 @@ def fields(shard: Shard) -> dict[str, Tensor]:
 
 def models(shard: Shard) -> Params:
     """Copies of the models that all clients would use now."""
-    return Params(*(part.clone() for part in vmap_params(shard.method.personal)(shard.state)))
+    return Params(*(part.clone() for part in vmap_clients(shard.method.personal)(shard.state)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quiverfl.engine.exchange.exchange import Exchange
 from quiverfl.engine.exchange.matrix import MatrixProduct
 from quiverfl.engine.local.context import ClientGroup, PhaseIndex
-from quiverfl.engine.local.vmap import vmap_params
+from quiverfl.engine.local.vmap import vmap_clients
 from quiverfl.engine.rounds import exchange_messages
 from quiverfl.engine.shard import Shard
 from quiverfl.laws.problem import CLIENTS, Case, Difference, fields, models, tiny_task
@@ -250,7 +250,7 @@ def changed_by(shard: Shard, phase: Train, number: int) -> tuple[list[str], bool
         for name, old, new in zip(names, before, after, strict=True)
         if not torch.equal(old, new)
     ]
-    old, new = (vmap_params(phase.params)(state) for state in (before, after))
+    old, new = (vmap_clients(phase.params)(state) for state in (before, after))
     still = "personal" if phase.part == "shared" else "shared"
     return changed, not torch.equal(getattr(old, still), getattr(new, still))
 

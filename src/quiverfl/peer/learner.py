@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quiverfl.engine.client_reports import ReportExchange
+from quiverfl.engine.evaluation import client_model
 from quiverfl.engine.exchange.build import build_update_stages, changes_updates
 from quiverfl.engine.exchange.fixed_point import (
     bias_message,
@@ -285,9 +286,8 @@ class ShardLearner:
         return record
 
     def model(self) -> Leaves:
-        point = self._shard.model(0, "mixed")
-        named = self._task.named_params(point)
-        statistics = self._shard.model_statistics(0, "mixed")
+        params, statistics = client_model(self._shard, 0, "mixed")
+        named = self._task.named_params(params)
         if statistics is not None:
             named |= self._task.statistics_layout.split(statistics)
         return {name: _copy_leaf(leaf) for name, leaf in named.items()}

@@ -22,6 +22,7 @@ from quiverfl.clock.player import Player
 from quiverfl.data.examples import ClientExamples
 from quiverfl.data.federated import FederatedData, InputTransform
 from quiverfl.engine.checkpoint import Checkpoint
+from quiverfl.engine.evaluation import client_model
 from quiverfl.engine.exchange.exchange import Exchange
 from quiverfl.engine.history import History
 from quiverfl.engine.shard import Shard
@@ -210,9 +211,8 @@ class Run(AnyRun):
         It takes inputs as they are in the data. Where the data were normalised for training the
         model does that itself (`.prepare`), and the bare model is its `.model`.
         """
-        point = self._point(client, stage)
-        statistics = self._shard.model_statistics(self._row(client), stage)
-        model = self._task.of_client(client).make_module(point, statistics)
+        params, statistics = self._client_model(client, stage)
+        model = self._task.of_client(client).make_module(params, statistics)
         normalize = self._data.normalize or self._data.prepare
         return model if normalize is None else Prepared(model, normalize, self._task.inputs).eval()
 
@@ -229,14 +229,13 @@ class Run(AnyRun):
 
     def parameters(self, client: int, stage: Stage = "mixed") -> dict[str, Tensor]:
         """The trained parameters of the client's model, by name; running statistics with them."""
-        point = self._point(client, stage)
-        named = self._task.of_client(client).named_params(point)
-        statistics = self._shard.model_statistics(self._row(client), stage)
+        params, statistics = self._client_model(client, stage)
+        named = self._task.of_client(client).named_params(params)
         if statistics is not None:
             named |= self._task.statistics_layout.split(statistics)
         return named
 
-    def _point(self, client: int, stage: Stage) -> Params:
+    def _client_model(self, client: int, stage: Stage) -> tuple[Params, Tensor | None]:
         if stage not in ("mixed", "local"):
             raise QuiverError(f"stage {stage!r}: {suggest(stage, ('mixed', 'local'))}")
         row = self._row(client)
@@ -245,7 +244,7 @@ class Run(AnyRun):
             early = rounds < self.simulation.settings.rounds
             why = "the run ended early." if early else "pass keep_local=True."
             raise QuiverError(f"the models before the last communication were not kept: {why}")
-        return self._shard.model(row, stage)
+        return client_model(self._shard, row, stage)
 
     def checkpoint(self) -> Checkpoint:
         """The whole state as it is, a copy: `simulate(resume=…)` with the same arguments continues

@@ -227,7 +227,8 @@ class Simulation:
             exchange, history, start = self.exchange(shard), History(), 0
             if resume is not None:
                 run_on_all(lambda: resume.apply(shard, exchange))
-                shard.share_reports()
+                if shard.reports is not None:
+                    shard.reports.share(shard.world)
                 history, start = resume.history.copy(), resume.round
 
             newcomers, patience = self._make_unseen(shard), self._patience(history)

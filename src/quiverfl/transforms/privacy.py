@@ -102,7 +102,7 @@ def epsilon(releases: int, noise: float, delta: float) -> float:
     return float(value)
 
 
-def check_budget(
+def enforce_budget(
     releases: Integers, privacy: UpdatePrivacy | DPSGD, round: int, clients: Integers
 ) -> None:
     """Refuse releases that would cost any of these clients more than the budget."""

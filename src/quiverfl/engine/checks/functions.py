@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quiverfl.engine.checks.probe import ModelProbe
 from quiverfl.engine.local.single_step import take_single_step
-from quiverfl.engine.local.vmap import check_params, function_name, vmap_clients
+from quiverfl.engine.local.vmap import function_name, vmap_clients
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Interleaved, Loss, Method, Part, SingleStep, StepInfo, Train
 from quiverfl.methods.contract import Trained as TrainedParams
@@ -177,7 +177,7 @@ class _Trial:
         return _call_purely(function, vmap_clients(function), stacked)
 
     def _find_params(self, function: Callable[..., Any], *stacked: Any) -> Params:
-        return check_params(function, self._call(function, *stacked))
+        return _check_params(function, self._call(function, *stacked))
 
 
 @dataclass(frozen=True)
@@ -266,3 +266,13 @@ def check_replicated(method: Method, state: Any) -> None:
                 QuiverWarning,
                 stacklevel=2,
             )
+
+
+def _check_params(function: Callable[..., Any], params: Any) -> Params:
+    """Refuse what a function returned in place of a model."""
+    if not isinstance(params, Params):
+        raise QuiverError(
+            f"{function_name(function)} returned a {type(params).__name__}; it must return a "
+            "model, Params(shared, personal)."
+        )
+    return params

@@ -17,7 +17,7 @@ from quiverfl.data.federated import FederatedData
 from quiverfl.engine.local.examples import Batch, Examples
 from quiverfl.engine.local.model_rng import KeyedRandomMode
 from quiverfl.engine.local.programs import Executor, Program, Vectorized, choose_executor
-from quiverfl.engine.states import check_state, make_state
+from quiverfl.engine.start import check_state, make_state
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.methods.contract import Method, Start
 from quiverfl.task import ModelOutputs, Params, Task

@@ -22,7 +22,7 @@ from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import count_downloads, count_uploads
 from quiverfl.transforms.attacks import Adaptive, Adversary, ForgedMass
 from quiverfl.transforms.noise import Noise
-from quiverfl.transforms.privacy import UpdatePrivacy, check_budget, spent_epsilon
+from quiverfl.transforms.privacy import UpdatePrivacy, enforce_budget, spent_epsilon
 from quiverfl.transforms.robustness import (
     ReceivedMessage,
     Robustness,
@@ -188,7 +188,7 @@ class NoiseStage(UpdateStage):
     def _count_releases(self, round: int, released: Flags) -> None:
         """Refuse the round if one of its releases would cost more than the budget."""
         releases = self._releases + released
-        check_budget(self._gather(releases), self._privacy, round, self._gather(self.ids))
+        enforce_budget(self._gather(releases), self._privacy, round, self._gather(self.ids))
         self._releases = releases
 
     def _gather(self, own: Integers) -> Integers:

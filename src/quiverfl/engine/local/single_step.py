@@ -14,7 +14,7 @@ from torch import Tensor
 from quiverfl.data.batches import batch_order
 from quiverfl.engine.local.context import ClientGroup, PhaseContext, PhaseIndex
 from quiverfl.engine.local.examples import Batch, padding_weights
-from quiverfl.engine.local.vmap import method_error, vmap_clients, vmap_params
+from quiverfl.engine.local.vmap import method_error, vmap_clients
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Message, SingleStep, StepInfo
 from quiverfl.seeds import stream
@@ -44,7 +44,7 @@ class SingleSteps:
         """The state after one step of every client, and how many gradients it took."""
         asked: dict[str, Any] = {}
         if phase.needs_gradient or phase.statistics is not None:
-            point = vmap_params(phase.params or personal)(state)
+            point = vmap_clients(phase.params or personal)(state)
         if phase.needs_gradient:
             asked["gradient"] = self._first_gradient(point, group, index)
         if phase.statistics is not None:

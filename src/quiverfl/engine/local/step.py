@@ -21,7 +21,7 @@ from quiverfl.engine.local.context import PhaseContext
 from quiverfl.engine.local.examples import Batch
 from quiverfl.engine.local.gradients import bind_phase_gradient, make_workspace
 from quiverfl.engine.local.programs import Program
-from quiverfl.engine.local.vmap import vmap_params
+from quiverfl.engine.local.vmap import vmap_clients
 from quiverfl.engine.local.workers import WORKER, Halted
 from quiverfl.methods.contract import Train
 from quiverfl.methods.state import State
@@ -88,10 +88,10 @@ class PhaseSteps:
         """The gradient to step along, taken where the phase says."""
         phase, k, before = self._phase, batch.clients, None
         if phase.gradient_at is not None:
-            before = self._move(k, vmap_params(phase.gradient_at)(*self._place(k)))
+            before = self._move(k, vmap_clients(phase.gradient_at)(*self._place(k)))
         if phase.lookahead is not None:
             uphill = self._to_params(self._gradient(batch))
-            lookahead_params = vmap_params(phase.lookahead.gradient_at)(uphill, *self._place(k))
+            lookahead_params = vmap_clients(phase.lookahead.gradient_at)(uphill, *self._place(k))
             start = self._move(k, lookahead_params)
             before = start if before is None else before
         gradient = self._gradient(batch.second_half or batch)
@@ -99,7 +99,7 @@ class PhaseSteps:
             self._move(k, before)
         if phase.gradient is None:
             return gradient
-        changed = vmap_params(phase.gradient)(self._to_params(gradient), *self._place(k))
+        changed = vmap_clients(phase.gradient)(self._to_params(gradient), *self._place(k))
         return torch.cat(changed, dim=1)
 
     def _descend(self, gradient: Tensor) -> None:

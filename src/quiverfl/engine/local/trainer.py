@@ -19,7 +19,7 @@ from quiverfl.engine.local.features import head_is_last
 from quiverfl.engine.local.programs import Program
 from quiverfl.engine.local.single_step import SingleSteps
 from quiverfl.engine.local.step import Buffers, PhaseSteps, Rates
-from quiverfl.engine.local.vmap import select_rows, vmap_clients, vmap_params
+from quiverfl.engine.local.vmap import select_rows, vmap_clients
 from quiverfl.engine.local.workers import stop_if_halted
 from quiverfl.errors import QuiverError
 from quiverfl.methods.contract import Interleaved, Phase, SingleStep, Train, Trained
@@ -170,7 +170,7 @@ class _PhaseWork:
     ) -> tuple[Params, Buffers]:
         """The parameters after the phase, and its optimizer's buffers."""
         context = self.trainer.context
-        start = params = vmap_params(phase.params)(state)
+        start = params = vmap_clients(phase.params)(state)
         examples, rows = context.examples, self.group.rows
         programs: Callable[[int], Program] = context.program
         if phase.model:
@@ -257,7 +257,7 @@ class _PhaseWork:
         """Steps of a phase that takes turns, on modules of its own: it stays bound to its model."""
         context = self.trainer.context
         training = phase_settings(phase, context.training)
-        start = vmap_params(phase.params)(state)
+        start = vmap_clients(phase.params)(state)
 
         def programs(number: int) -> Program:
             return context.program(MODULES * turn + number, phase.model)
@@ -267,7 +267,7 @@ class _PhaseWork:
 
     def _take_turn(self, steps: PhaseSteps, phase: Train, state: Any, batch: Batch) -> Any:
         k = batch.clients
-        steps.load(vmap_params(phase.params)(state), state)
+        steps.load(vmap_clients(phase.params)(state), state)
         steps.step(batch)
         reached = Params(*(part[:k].clone() for part in steps.params))
         training = phase_settings(phase, self.trainer.context.training)

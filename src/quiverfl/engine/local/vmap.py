@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from quiverfl.errors import QuiverError
-from quiverfl.task import Params
 from quiverfl.types import Flags
 
 LIBRARIES = (str(Path(__file__).parents[1]), str(Path(inspect.getfile(torch)).parent))
@@ -36,26 +35,6 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
             raise method_error(function, error) from error
 
     return call
-
-
-def vmap_params(function: Callable[..., Any]) -> Callable[..., Params]:
-    """The same for a function that returns a model."""
-    lifted = vmap_clients(function)
-
-    def call(*stacked: Any) -> Params:
-        return check_params(function, lifted(*stacked))
-
-    return call
-
-
-def check_params(function: Callable[..., Any], params: Any) -> Params:
-    """What a function that returns a model has returned, if it is one."""
-    if not isinstance(params, Params):
-        raise QuiverError(
-            f"{function_name(function)} returned a {type(params).__name__}; it must return a "
-            "model, Params(shared, personal)."
-        )
-    return params
 
 
 def method_error(function: Callable[..., Any], error: BaseException) -> QuiverError:
