@@ -3,8 +3,9 @@
     python docs/site/architecture.py            # write the picture and the marked parts of the page
     python docs/site/architecture.py --check    # say whether rooms or imports are out of date
 
-Rooms, files and imports are read from the source. The way of a round is what
-`python -m benchmarks.walk` records; tests/engine/test_walk.py holds its bounds.
+Rooms, files and imports are read from the source. The ways of a round and of a share are what
+`python -m benchmarks.walk` records; tests/engine/test_walk.py and tests/peer/test_walk.py hold
+their bounds.
 """
 
 from __future__ import annotations
@@ -167,7 +168,21 @@ def round_table() -> str:
     return "\n".join(rows)
 
 
-PARTS = {"rooms": rooms_table, "round": round_table}
+def share_table() -> str:
+    """The files of `peer/` that a share between two peers crosses, as it is carried out."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.walk import trace_share
+
+    folders: dict[str, list[str]] = {}
+    for file in trace_share().files:
+        folder, _, name = file.rpartition("/")
+        folders.setdefault(folder, []).append(name.removesuffix(".py"))
+    rows = ["| folder | files that a share crosses | |", "|---|---|---:|"]
+    rows += [f"| `{f}` | {', '.join(names)} | {len(names)} |" for f, names in folders.items()]
+    return "\n".join([*rows, f"| all | | {sum(map(len, folders.values()))} |"])
+
+
+PARTS = {"rooms": rooms_table, "round": round_table, "share": share_table}
 
 
 def fill_page(text: str, names: tuple[str, ...] = tuple(PARTS)) -> str:

@@ -43,7 +43,7 @@ def test_a_table_of_the_cpu() -> None:
 @pytest.mark.parametrize("with_compiler", [True, False])
 def test_what_is_compiled_is_told(with_compiler: bool) -> None:
     with contextlib.nullcontext() if with_compiler else no_compiler():
-        found = {finding.what: finding.measured for finding in doctor._about("cpu")}
+        found = {finding.what: finding.measured for finding in doctor._describe_device("cpu")}
         here = [why_not_compiled(*source) is None for source in doctor.COMPILED.values()]
     told = [found[what] for what in doctor.COMPILED]
     assert [text == "yes" for text in told] == here

@@ -173,7 +173,7 @@ def test_what_attackers_send_by_hand() -> None:
     noisy, mass = forged(qv.AddNoise(deviation=0.1))
     assert mass == 0.5
     assert noisy != [1.0, 2.0]
-    many = Noise(0, "adversary", 3, np.array([4, 5])).like("u", torch.zeros(2, 10_001))
+    many = Noise(0, "adversary", 3, np.array([4, 5])).draw_like("u", torch.zeros(2, 10_001))
     assert float(many.mean()) == pytest.approx(0, abs=0.03)
     assert float(many.std()) == pytest.approx(1, abs=0.03)
     assert torch.equal(noise.draw_like("u", torch.zeros(1, 10_001))[0], many[0])

@@ -50,8 +50,8 @@ from quiverfl.types import Flags, Integers, Metrics
 class Shard:
     """Some clients of a federation, in one place.
 
-    Rows of state, buffers and local models are those of the clients here. Flags, bytes and metrics
-    that the round loop gives and takes are those of all clients of the shard's world.
+    State, buffers and local models have a row for each client here. Flags, bytes and metrics that
+    the round loop gives and takes are those of all clients of the shard's world.
     """
 
     def __init__(
@@ -70,9 +70,8 @@ class Shard:
     ) -> None:
         """`clients` and `settings.epochs_per_client` have one entry per client of `data`.
 
-        `report_spec` says what clients report to each other for an adaptive topology. `measured` is
-        the executor that this run or another rank measured before. `world` is given where other
-        clients are elsewhere.
+        `report_spec` is what clients report for an adaptive topology, `measured` the executor that
+        this run or another rank measured before. `world` is given where clients are elsewhere.
         """
         self.ids: Integers = np.arange(data.clients) if clients is None else np.asarray(clients)
         self.world: World = world or LocalWorld.of_data(self.ids, data, settings)
@@ -89,19 +88,18 @@ class Shard:
         given = (self.context, self.ids, settings, home, computation.shapes)
         self.state: Any = initial_states(task, method, *given)
         self.shared = next(iter(select_fields(self.state, "shared")), None)
-        """The field of the state that is shared, if there is one."""
-        self.buffers = PhaseBuffers(len(self.ids), self.context.device, home)
-        kind = (settings.dtype, home)
-        self.statistics = initial_statistics(task, self._phases, len(self.ids), *kind)
+        """The shared field of the state, if there is one."""
+        count = len(self.ids)
+        self.buffers = PhaseBuffers(count, self.context.device, home)
+        self.statistics = initial_statistics(task, self._phases, count, settings.dtype, home)
         """Running statistics, [clients, models, size]; None if the model has none."""
         self.opens_clients = self.statistics is not None or bool(task.own_models)
         """Whether modules must be told whose model they are computing."""
         self._mixed_statistics = self.statistics if task.buffers == "mixed" else None
-        """The running statistics, where they are sent and averaged."""
         self.local = LocalModels()
-        self.steps: Integers = np.zeros(len(self.ids), dtype=np.int64)
+        self.steps: Integers = np.zeros(count, dtype=np.int64)
         """Local steps of the last round."""
-        self.visits: Integers = np.zeros(len(self.ids), dtype=np.int64)
+        self.visits: Integers = np.zeros(count, dtype=np.int64)
         """How often each sample of a client was looked at, counted where that must be few."""
         self.reports = ReportExchange.make(report_spec, self.context, method, self.world)
 
