@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import quiverfl
 from quiverfl.peer.api import Peer
-from quiverfl.peer.folder import make_swarm
+from quiverfl.peer.demo import make_swarm
 from quiverfl.runs.config_files import load_config
 from quiverfl.runs.experiment import run_in_folder
 

@@ -14,7 +14,7 @@ from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.link.identity import Identity
-from quiverfl.peer.rounds import FINISHED
+from quiverfl.peer.link.link import FINISHED
 
 from .swarm import Options, build, make_folders
 from .test_life import finish, until

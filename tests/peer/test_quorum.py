@@ -15,7 +15,7 @@ from quiverfl.peer.accounts.audit import audit
 from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT
 from quiverfl.peer.folder import PeersSection, Settings
-from quiverfl.peer.waiting import FEWEST, Patience
+from quiverfl.peer.rounds import FEWEST, Patience
 
 from .swarm import Options, build, make_folders
 from .test_life import finish, until

@@ -19,6 +19,7 @@ from quiverfl.peer.accounts.ledger import Transfer
 from quiverfl.peer.changes import RunChanges
 from quiverfl.peer.context import PeerContext
 from quiverfl.peer.control import Control
+from quiverfl.peer.ending import run_end
 from quiverfl.peer.folder import Outcome, Settings
 from quiverfl.peer.learner import REPORTS, Learner, mutual_neighbours
 from quiverfl.peer.link.link import Sender
@@ -28,8 +29,7 @@ from quiverfl.peer.link.receiver import Receiver
 from quiverfl.peer.link.service import Server, Service
 from quiverfl.peer.link.wire import Terms
 from quiverfl.peer.metrics import Sample, serve_metrics
-from quiverfl.peer.rounds import run_end, run_rounds
-from quiverfl.peer.waiting import Patience, measured_deadline
+from quiverfl.peer.rounds import Patience, measured_deadline, run_rounds
 from quiverfl.topologies.graph import Graph
 from quiverfl.topologies.topology import Topology
 from quiverfl.transforms.robustness import compute_factors, reweigh_copies

@@ -1,48 +1,44 @@
-"""The rounds of a peer, and its end.
+"""The rounds of a peer, and how long they wait.
 
     train → split → commit → send        (push)
     wait or not → merge → commit → ack   (absorb)
 
-In sync mode a round waits for the shares that its graph promises, or for a deadline. In async mode
-it takes what has come.
+In async mode a round takes what has come. In sync mode it waits for the shares that its graph
+promises:
 
-After its last round a peer keeps its mass: it is the μ of the model it ends with, and counts in the
-audit. Without waiting, others may be far behind by then. They push nothing to a peer that has had
-its last round. A share that was under way when they heard of it goes back to its sender, which
-needs it to train on. Two kinds stay, since nobody trains with them any more: shares of a sender's
-last round, and shares of a sender that leaves.
+    quorum   deadline_floor   a round goes on
+    none     none             when all are here, or after `deadline`
+    none     set              … or after the deadline that follows what was measured
+    q        none             … or as soon as q of them are here
+    q        set              … or when q are here and that deadline has passed
+
+After `deadline` it goes on in any case.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
-
-import safetensors.numpy
 
 from quiverfl.engine.checks.peers import check_message_split
 from quiverfl.engine.history import Clock
 from quiverfl.engine.settings import is_evaluated
 from quiverfl.peer.accounts import ledger
-from quiverfl.peer.accounts.disk import write_durably
 from quiverfl.peer.learner import expected_senders, receivers
-from quiverfl.peer.link.link import FINISHED
-from quiverfl.peer.waiting import measured_deadline, wait_for_peers
 
 if TYPE_CHECKING:
     from quiverfl.peer.node import Node
 
-PERSONAL = "personal.safetensors"
-FIRST_PAUSE = 0.25
-"""Seconds before those behind are asked again how far they are; it doubles up to linger / 4."""
-END_TICK = 0.25
-"""Seconds after which a finished peer looks again whom it must still tell or ask."""
-LEAVE_TICK = 0.1
-"""The same for a leaving peer."""
-LEAVE_RECEIVERS = 4
-"""The most neighbours over which a leaving peer spreads its mass at a time."""
+REMEMBERED = 256
+"""The number of past arrivals that the deadline follows."""
+ROUNDS = 64
+"""The number of past rounds whose late shares still count."""
+FEWEST = 8
+"""With fewer arrivals the deadline is `deadline`."""
 
 
 async def run_rounds(node: Node) -> None:
@@ -323,132 +319,78 @@ async def _wait_for_slowest(node: Node, least: int) -> None:
     neighbours.absent |= behind()
 
 
-# The end
+# How long a round waits
 
 
-async def run_end(node: Node) -> None:
-    """Stay until the others have finished too, or give all mass away and leave."""
-    if not node.stopping and not node.leaving:
-        await _wait_for_late_shares(node)
-    if not node.stopping and node.leaving:
-        await _leave(node)
+class Patience:
+    """Measures when shares arrive, counted from when their round began to wait."""
+
+    def __init__(self) -> None:
+        self._delays: deque[float] = deque(maxlen=REMEMBERED)
+        self._began: dict[int, float] = {}
+
+    def begin(self, round: int, now: float | None = None) -> None:
+        self._began.setdefault(round, time.monotonic() if now is None else now)
+        while len(self._began) > ROUNDS:
+            del self._began[next(iter(self._began))]
+
+    def note_arrival(self, round: int, now: float | None = None) -> None:
+        """Measure a share, also a late one: a slower network makes the deadline longer."""
+        began = self._began.get(round)
+        if began is not None:
+            self._delays.append((time.monotonic() if now is None else now) - began)
+        elif not self._began or round > max(self._began):
+            self._delays.append(0.0)  # here before this peer waited
+
+    def deadline(self, percentile: float, factor: float, floor: float, ceiling: float) -> float:
+        """A percentile of the delays times a factor, within bounds."""
+        if len(self._delays) < FEWEST:
+            return ceiling
+        ordered = sorted(self._delays)
+        place = min(len(ordered) - 1, math.ceil(percentile * len(ordered)) - 1)
+        return min(ceiling, max(floor, factor * ordered[max(0, place)]))
 
 
-async def _wait_for_late_shares(node: Node) -> None:
-    """Take in late shares and answer, until all have finished or there is no news any more.
+def measured_deadline(node: Node) -> float:
+    """Seconds after which a round waits no longer than it must."""
+    settings = node.settings
+    if settings.deadline_floor is None:
+        return settings.deadline
+    return node.patience.deadline(
+        settings.deadline_percentile,
+        settings.deadline_factor,
+        settings.deadline_floor,
+        settings.deadline,
+    )
 
-    Neighbours that are behind are asked how far they are: they push nothing here that would tell.
+
+async def wait_for_peers(
+    node: Node, promised: Collection[str], missing: Callable[[], set[str]], by_mass: bool = False
+) -> set[str]:
+    """Wait for what neighbours have promised. Returns those that let their deadline pass.
+
+    A neighbour without which a quorum is complete before then is only late: it is waited for again
+    in the next round.
     """
-    node.state = "finished"
-    neighbours, linger = node.neighbours, node.settings.linger
-    informed: set[str] = set()
-    ask_at, pause = 0.0, FIRST_PAUSE
-    progress, last_news = _measure_progress(node), time.monotonic()
-    while not node.stopping and not node.leaving:
-        await node.apply_changes()
-        if not node.is_over():  # all have agreed to go on
-            return
-        await _send_back_early(node)
-        if node.receiver.staged or neighbours.refunding():
-            await node.absorb(None, finish=False)
-            last = node.settings.rounds - 1
-            node.scores = await node.run_in_thread(node.learner.evaluate, last, "mixed")
-        others = neighbours.list_staying()
-        if node.finished:
-            informed |= await neighbours.announce(others - informed)
-        behind = others - neighbours.done
-        if behind and time.monotonic() >= ask_at:
-            await neighbours.announce(behind)
-            ask_at = time.monotonic() + pause
-            pause = max(FIRST_PAUSE, min(2 * pause, linger / 4))
-        quiet = node.finished and not node.receiver.staged and not node.service.relay.in_use
-        if quiet and others <= neighbours.done and not _find_uninformed(node, others - informed):
-            return
-        if _measure_progress(node) != progress:
-            progress, last_news = _measure_progress(node), time.monotonic()
-        # A round of those behind may wait for two deadlines.
-        waits = 2 * node.settings.deadline if node.sync and others - neighbours.done else 0.0
-        if time.monotonic() - last_news > linger + waits:
-            return
-        await node.wait_until(lambda: bool(node.receiver.staged), END_TICK)
+    settings, began, soft = node.settings, time.monotonic(), measured_deadline(node)
 
+    def is_complete() -> bool:
+        late = missing()
+        if not late or settings.quorum == 1:
+            return not late
+        weigh = node.receiver.last_mass if by_mass and settings.quorum_by == "mass" else len
+        all_of_them = set(promised) | late
+        return weigh(all_of_them - late) >= settings.quorum * weigh(all_of_them) - 1e-9
 
-async def _send_back_early(node: Node) -> None:
-    """Send back shares of neighbours that train on.
-
-    Copies stay, and so do shares in sync mode, where rounds are in step.
-    """
-    if node.sync or node.settings.copies:
-        return
-    last, past = node.settings.rounds - 1, node.past_last_round()
-    for sender, staged in list(node.receiver.staged.items()):
-        leaving = node.transactions.accounts.link(sender).closed
-        if staged.transfer.round < last and sender not in past and not leaving:
-            reason = f"{FINISHED}: {node.ctx.name} has had its last round"
-            await node.receiver.send_back(staged.transfer, reason)
-
-
-def _find_uninformed(node: Node, others: set[str]) -> set[str]:
-    """The subset of `others` that may still wait to hear that this peer has finished.
-
-    Where nobody listens any more, a peer has ended. A peer that was only too busy to answer would
-    stay for long after this one.
-    """
-    return {p for p in others if not node.neighbours.senders[p].link.vacant}
-
-
-def _measure_progress(node: Node) -> tuple[int, int]:
-    """A value that changes when others come on, and never goes back.
-
-    Neither shares nor a neighbour that ends again and again keep a peer up.
-    """
-    rounds = (min(round, node.settings.rounds) for round in node.receiver.rounds.values())
-    return len(node.neighbours.ends), sum(rounds)
-
-
-async def _leave(node: Node) -> None:
-    """Tell everybody, then push everything out until nothing is left here or under way."""
-    neighbours, settings = node.neighbours, node.settings
-    if not settings.copies:
-        await node.ask_quorum()
-    node.state = "leaving"
-    if node.transactions.accounts.units:
-        model = await node.run_in_thread(node.learner.model)
-        write_durably(node.store.folder / PERSONAL, safetensors.numpy.save(model))
-    informed: set[str] = set()
-    last_news = time.monotonic()
-    while not node.stopping and time.monotonic() - last_news < settings.linger:
-        informed |= await neighbours.announce(neighbours.list_staying() - informed)
-        before = node.transactions.accounts
-        if node.receiver.staged or neighbours.refunding():
-            await node.commit_receipts()
-        waited = time.monotonic() - last_news > settings.linger / 2
-        chosen = _choose_receivers(node, informed, anybody=waited)
-        if not settings.copies and node.transactions.accounts.units and chosen:
-            await _give_all(node, chosen)
-        accounts = node.transactions.accounts
-        empty = settings.copies or not accounts.units
-        all_informed = neighbours.list_staying() <= informed
-        if all_informed and empty and not accounts.outbox and not node.receiver.staged:
-            return
-        if accounts != before:
-            last_news = time.monotonic()
-        await node.wait_until(lambda: bool(node.receiver.staged), LEAVE_TICK)
-
-
-def _choose_receivers(node: Node, informed: set[str], anybody: bool) -> list[str]:
-    """Prefer neighbours that still train: to those that have finished, mass is of no more use."""
-    training = informed - node.past_last_round()
-    candidates = informed if anybody or not training else training
-    free = [p for p in sorted(candidates) if node.neighbours.is_free(p)]
-    return free[:LEAVE_RECEIVERS]
-
-
-async def _give_all(node: Node, receivers: list[str]) -> None:
-    """Push the whole message and mass to these, in equal parts."""
-    memory, accounts = node.transactions.memory, node.transactions.accounts
-    parts = dict.fromkeys(receivers, 1)
-    for transfer in await node.transactions.push(
-        accounts.round, memory.message, memory.rest, parts, 0, whole=True
-    ):
-        node.neighbours.senders[transfer.receiver].wake()
+    node.waits_for = missing
+    try:
+        if settings.deadline_floor is None:
+            await node.wait_until(is_complete)
+        else:
+            await node.wait_until(lambda: not missing(), soft)
+            if settings.quorum < 1 and missing():
+                seconds = settings.deadline - (time.monotonic() - began)
+                await node.wait_until(is_complete, max(0.0, seconds))
+    finally:
+        node.waits_for = set
+    return missing() if time.monotonic() - began >= soft else set()
