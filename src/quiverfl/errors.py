@@ -23,7 +23,7 @@ class CannotWrite(QuiverError):
 
     @classmethod
     def of(cls, place: object, reason: str, again: str) -> CannotWrite:
-        """With the way to continue in the words of whoever was asked to write."""
+        """Add how to continue, in the words of the caller."""
         error = cls(
             f"{place} cannot be written: {reason}. Nothing is lost: make room or make it writable, "
             f"then {again}."

@@ -47,7 +47,7 @@ AnyMetric: TypeAlias = PerSample | Metric
 
 
 def logits(outputs: Tree) -> Tensor:
-    """Of what a model returns, the tensor that a built-in loss or metric looks at."""
+    """The tensor of a model's outputs that a built-in loss or metric reads."""
     if isinstance(outputs, dict):
         if "logits" not in outputs and len(outputs) != 1:
             raise ValueError(
@@ -173,7 +173,7 @@ def _compute_perplexity(sums: Tensor) -> Tensor:
 def _compute_auroc(outputs: Tree, targets: Tensor) -> float:
     """The chance that a true sample is ranked above a false one, ties counting half.
 
-    Of several classes or labels the mean over those that have both; NaN if none has.
+    With several classes or labels, the mean over those that have both; NaN if none has.
     """
     predictions = logits(outputs)
     if predictions.ndim == 2 and targets.ndim == 1 and predictions.shape[1] > 1:

@@ -256,7 +256,7 @@ def replay(
 ) -> None:
     """Play recorded async peers again in the simulation, to the same bits.
 
-    The stores say who pushed when and who took what. The exit code is 1 if a model differs.
+    The stores have the times of all pushes and merges. The exit code is 1 if a model differs.
     """
     from quiverfl.peer.replay import replay as replay_peers
 
@@ -398,7 +398,7 @@ DISK_ERRORS = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 def _is_about_disk(problem: BaseException | None) -> bool:
-    """Whether a disk that is full, read-only or broken is what a problem comes from."""
+    """Whether a problem comes from a disk that is full, read-only or broken."""
     while problem is not None:
         if isinstance(problem, OSError) and problem.errno in DISK_ERRORS:
             return True

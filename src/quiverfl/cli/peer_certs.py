@@ -119,7 +119,7 @@ def certs_import(
     folder: Annotated[Path, typer.Argument(help="The folder that the request was made in.")],
     approval: Annotated[Path, typer.Argument(help="The file that the authority has sent.")],
 ) -> None:
-    """Put an approved certificate in force; a running peer takes it without a restart."""
+    """Install an approved certificate; a running peer takes it without a restart."""
     from quiverfl.peer.link.requests import import_approval
 
     print(f"{folder}: the certificate is {import_approval(folder, approval).describe_end()}.")

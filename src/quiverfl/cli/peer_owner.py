@@ -37,7 +37,7 @@ COLOURS = {"good": "green", "doubtful": "yellow", "bad": "red"}
 
 
 def print_findings(folder: Path, timeout: float, as_json: bool) -> bool:
-    """Print what the doctor finds. Returns whether nothing is bad."""
+    """Print the doctor's findings. Returns whether all are good."""
     findings = asyncio.run(examine_peer(folder, timeout))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))

@@ -20,7 +20,7 @@ from quiverfl.types import Floats, Integers
 MICROSECONDS = 1_000_000
 NEVER = 1 << 62
 MOST_SECONDS = 1_000_000
-"""Of a local step, or of a message's way; beyond it whole microseconds would run over."""
+"""Longest local step or message delay; longer ones would overflow whole microseconds."""
 TURNS = 64
 """Times that a client comes and goes before a drawn trace repeats."""
 

@@ -45,8 +45,8 @@ def read_devices(
 ) -> Columns:
     """The columns of a file for so many clients.
 
-    A file of our own has a row for each. Of a published collection, which has more, `clients` are
-    drawn. `step` is what MobiPerf does not say, and what APPFL's factors multiply.
+    Quiver's own file has a row for each client. From a published collection, which has more,
+    `clients` rows are drawn. `step` is what MobiPerf does not say and APPFL's factors multiply.
     """
     content = _read(path)
     if path.suffix == ".csv":

@@ -1,4 +1,4 @@
-"""A run with a clock: not waiting, or in rounds that are stamped with their times."""
+"""Runs with a clock: without waiting, or in rounds with recorded times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Record = Mapping[str, Any]
 def count_steps(
     task: Task, method: Method, training: Training, sizes: Integers, settings: RunSettings
 ) -> Integers:
-    """Local steps of every client in a round: known before anything is trained."""
+    """Local steps of every client in a round, before anything is trained."""
     total = np.zeros(len(sizes), dtype=np.int64)
     for phase in method.phases(task):
         if isinstance(phase, SingleStep):
@@ -62,7 +62,7 @@ MOST_JOBS = 5_000_000
 def make_player(
     timing: Timing, shard: Shard, topology: Topology, steps: Integers, together: bool = True
 ) -> Player:
-    """The schedule of a run in which not everybody waits, and what carries it out."""
+    """The schedule of a run without waiting, and the player that carries it out."""
     clients = topology.clients
     one = np.array([0])
     size = int(shard.payload(shard.outbox(one), one)[0])
@@ -79,7 +79,7 @@ def make_player(
 
 
 def _check_jobs(timing: Timing, work: Integers) -> None:
-    """The jobs between two evaluations are held in memory."""
+    """Warn of too many jobs between two evaluations: they are held in memory."""
     times = timing.clock.times
     expected = float((microseconds(max(np.diff([0.0, *times]))) / work).sum())
     if expected > MOST_JOBS:
@@ -91,7 +91,7 @@ def _check_jobs(timing: Timing, work: Integers) -> None:
 
 
 def _warn_of_nothing(timing: Timing, first_end: int, fastest_message: int) -> None:
-    """Say where a run ends before anybody has trained, or before any message has arrived."""
+    """Warn if the run ends before any client has trained or any message has arrived."""
     assert timing.clock.until is not None
     until = microseconds(timing.clock.until)
     words = {
@@ -158,7 +158,7 @@ def run_events(
 
 @dataclass(frozen=True, eq=False)
 class _Totals:
-    """What a schedule has come to by some time, for each client."""
+    """Totals of a schedule up to some time, for each client."""
 
     sent: Integers
     received: Integers
@@ -189,7 +189,7 @@ class _Totals:
 
 
 class RoundClock:
-    """Stamps the records of synchronous rounds, and leaves out of graphs who is away or late.
+    """Adds times to the records of synchronous rounds; removes absent and late clients from graphs.
 
     With `away = "wait"` and no deadline a round is timed by its record. Otherwise its times decide
     its graph, and are known before it from the steps and bytes that every round takes.
@@ -248,7 +248,7 @@ class RoundClock:
 
 
 class _Stamp:
-    """A recorder that is told of rounds with their times."""
+    """A recorder that adds the times of rounds to their records."""
 
     def __init__(self, recorder: Recorder, clock: RoundClock) -> None:
         self._recorder, self._clock = recorder, clock

@@ -118,7 +118,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class NormalizeParts:
-    """Of several inputs, each in its own way; those without a name here are left as they are."""
+    """Normalises several inputs, each in its own way; inputs not named here stay as they are."""
 
     parts: Mapping[str, Normalize]
 

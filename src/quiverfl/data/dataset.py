@@ -25,9 +25,9 @@ Inputs = npt.NDArray[Any]
 """uint8 images [n, channels, height, width]; or numbers (float32) or ids (int32, int64) of any
 shape [n, …]."""
 InputTree: TypeAlias = Any
-"""Such an array, or several: a dictionary or tuple of them, each with a row per example."""
+"""An array, or a dictionary or tuple of arrays, each with a row per example."""
 PerChannel: TypeAlias = Any
-"""A number per channel; of several inputs a dictionary of them, by the names of the inputs."""
+"""A number per channel; with several inputs a dictionary of them, by input name."""
 IDS = (np.int32, np.int64)
 """Kept as given: an embedding takes both."""
 
@@ -66,8 +66,7 @@ class Dataset(ReprCard):
     doubts: tuple[str, ...] = ()
     """Possible mistakes in the data that stop nothing: a sentence each."""
     columns: Any = ()
-    """What the columns of the inputs are called, where they come from a table; of several inputs a
-    dictionary of them."""
+    """Names of the input columns of a table; with several inputs a dictionary of them."""
     categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Values of the columns that hold numbers in place of text: 0 stands for the first."""
 
@@ -176,7 +175,7 @@ MOST_LOOKED_AT = 100
 
 
 def describe_dataset(dataset: Dataset) -> dict[str, Any]:
-    """What a model trained on it needs to be used without it, for JSON. It has no example."""
+    """Describe, for JSON, what a trained model needs without its data. It has no example."""
 
     def describe(leaf: Inputs) -> dict[str, Any]:
         few = np.asarray(leaf[:MOST_LOOKED_AT])
@@ -234,7 +233,7 @@ def make_stand_in(described: Mapping[str, Any]) -> Dataset:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Lists of JSON as the tuples that they were."""
+    """Turn JSON's lists back into tuples."""
     if isinstance(value, Mapping):
         return {name: _as_tuples(part) for name, part in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -356,8 +355,8 @@ def _check_owners(where: str, owner: Integers | None, examples: int, names: int)
 def compute_channel_statistics(x: Inputs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel (axis 1), bytes on the scale of [0, 1].
 
-    In pieces and from the histogram of the bytes, so that a set on disk never becomes floats as a
-    whole.
+    They come from a histogram of the bytes, piece by piece, so that a set on disk is never turned
+    into floats at once.
     """
     if x.dtype == np.uint8:
         levels = np.arange(256) / 255

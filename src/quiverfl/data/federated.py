@@ -166,7 +166,7 @@ class FederatedData(ReprCard):
     origin: Mapping[str, Any] = field(default_factory=dict)
     """The [data] section that makes the same partition; empty for your own arrays."""
     unseen: Unseen | None = None
-    """Clients that take no part, and are tested as those who come later."""
+    """Clients that take no part, and are tested like clients that come later."""
 
     @classmethod
     def from_arrays(

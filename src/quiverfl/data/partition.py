@@ -66,7 +66,7 @@ class Partition:
         return float(0.5 * np.abs(own - everyone).sum(axis=1).mean())
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """As flat arrays, for a file: client i has indices[offsets[i]:offsets[i + 1]].
+        """Flat arrays for a file: client i has indices[offsets[i]:offsets[i + 1]].
 
         `names` is there only where clients have some, as it was in no file of earlier versions.
         """

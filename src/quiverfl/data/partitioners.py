@@ -129,7 +129,7 @@ def pathological(
 
 
 def natural(dataset: Dataset, clients: int | None, samples: int | None, seed: int) -> ClientRows:
-    """Whoever owns the examples in the data is a client; fewer clients are drawn among them."""
+    """Every owner in the data is a client; if fewer clients are wanted, they are drawn."""
     if dataset.train_owner is None:
         raise QuiverError(
             f"partition 'natural' needs data that says whose each example is, and {dataset.name} "

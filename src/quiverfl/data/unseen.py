@@ -1,4 +1,4 @@
-"""Clients that nobody has seen: held out of the federation, and tested as those who come later."""
+"""Unseen clients: held out of the federation, and tested like clients that come later."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RankNeeds:
     examples: Integers
     graph: Graph
     copies: int = 0
-    """Of its message, as they are kept or made on its way."""
+    """Copies of a client's message that are kept, or made on its way."""
     view: int = 0
     """What all clients know of each other, which every rank keeps."""
 
@@ -62,7 +62,7 @@ class RankNeeds:
         return len(self.examples)
 
     def memory(self, ranks: int) -> int:
-        """Of the rank that needs most."""
+        """Bytes that the rank with the highest need takes."""
         placement = Placement.balance(self.work, ranks)
         blocks = 0 if ranks == 1 else BLOCKS * BLOCK_BYTES
         counts = np.array(placement.counts)

@@ -22,7 +22,7 @@ from quiverfl.errors import QuiverError
 STORE = "QUIVER_RANK_STORE"
 """The file where processes of `quiver run --ranks` meet; torchrun has its own rendezvous."""
 TIED = "QUIVER_RANK_TIED"
-"""Set where the process that starts a rank holds its standard input: both end together."""
+"""Set if the starting process holds this rank's standard input: both end together."""
 TIMEOUT = "QUIVER_RANK_TIMEOUT"
 DEFAULT_TIMEOUT = 1800.0
 """Seconds that a rank waits for another one, unless $QUIVER_RANK_TIMEOUT says otherwise."""
@@ -32,7 +32,7 @@ LEAVE_SECONDS = 30.0
 
 
 def world_size() -> int:
-    """How many ranks this process was started among: 1 unless torchrun or `--ranks` did."""
+    """Number of ranks; 1 unless torchrun or `--ranks` started this process."""
     return _read_number("WORLD_SIZE", 1)
 
 

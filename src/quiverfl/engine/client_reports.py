@@ -1,4 +1,4 @@
-"""What clients tell of themselves where the topology looks, and what they have been told."""
+"""Reports of clients to each other, from which an adaptive topology chooses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quiverfl.types import Floats, Integers
 
 
 class ReportExchange:
-    """The view of all clients, and what those of one shard say of the round they are in."""
+    """What all clients know of each other, and what this shard's clients report this round."""
 
     def __init__(
         self, spec: ReportSpec, context: PhaseContext, method: Method, ids: Integers, clients: int
@@ -111,14 +111,14 @@ class ReportExchange:
         self.view = ReportView.from_arrays(self.spec, known)
 
     def restore(self, known: Mapping[str, Tensor]) -> None:
-        """Take back what this shard's clients knew."""
+        """Restore what this shard's clients knew."""
         arrays: dict[str, Any] = {n: array.copy() for n, array in self.view.arrays().items()}
         for name, array in arrays.items():
             rows = known.get(name)
             if rows is None or tuple(rows.shape) != (len(self._ids), *array.shape[1:]):
                 raise QuiverError(
-                    "the checkpoint does not have what clients told each other as this topology "
-                    "looks at it: it was made with another topology or number of clients."
+                    "the checkpoint lacks the client reports that this topology needs: it was "
+                    "made with another topology or number of clients."
                 )
             array[self._ids] = rows.cpu().numpy()
         self.view = ReportView.from_arrays(self.spec, arrays)

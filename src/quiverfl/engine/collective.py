@@ -43,23 +43,23 @@ class World(Protocol):
         """The rows here of some clients, given by their places among all."""
 
     def select_local(self, flags: Flags) -> Flags:
-        """Of flags of all clients those of the rows here."""
+        """The flags of the clients here, from those of all."""
 
     def gather(self, own: Tensor) -> Tensor:
-        """Everybody's rows."""
+        """The rows of all clients, from all ranks."""
 
     def gather_group(self, own: Tensor, group: ClientGroup) -> Tensor:
-        """The rows of everybody in a group, in the group's order."""
+        """The rows of all clients of a group, from all ranks, in the group's order."""
 
     def groups(self, chosen: Integers, width: int, blocks: int = 1) -> Iterator[ClientGroup]:
         """The groups that one process would form of the chosen clients: those of them here.
 
-        Clients of like size are together, so that none waits for another. Perhaps nobody of a
-        group is here. Up to `blocks` groups of like clients may be joined; no bit changes by it.
+        Clients of like size are together, so that none waits for another. A group may have no
+        client here. Up to `blocks` groups of like clients may be joined; no bit changes by it.
         """
 
     def sum_rows(self, leaf: Tensor) -> Tensor:
-        """The sum of everybody's rows, in float64."""
+        """The sum of all clients' rows, in float64."""
 
     def sum_columns(
         self, leaf: Tensor, width: int, work: Callable[[Tensor], Tensor], total: Tensor

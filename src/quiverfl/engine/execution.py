@@ -139,7 +139,7 @@ class Measurement:
 
     executor: ExecutorName | None = None
     seconds: dict[str, float] | None = None
-    """Of one client's gradient, by what was tried."""
+    """Seconds of one client's gradient, for each candidate that was tried."""
     precision: Precision | None = None
     layout: Layout | None = None
 
@@ -244,7 +244,7 @@ class Execution:
         measured: Measurement | None,
         chunk: int | None,
     ) -> Execution:
-        """As the settings say, or as was measured where they leave it open."""
+        """Choose by the settings, or by what was measured where they leave it open."""
         if measured is None or not settings.has_trial:
             measured = None  # of a run that was interrupted: now something else is asked for
         else:
@@ -309,7 +309,7 @@ class Computation:
     context: PhaseContext
     test: Examples
     shapes: Shapes
-    """Of one sample's features and outputs."""
+    """Shapes of one sample's features and outputs."""
     home: torch.device
     """Where states lie between the rounds."""
     blocks: Blocks
@@ -396,7 +396,10 @@ def seconds_per_gradient(
     candidates: Mapping[str, RunSettings],
     draws: bool,
 ) -> dict[str, float]:
-    """Of one client, by candidate, in turns; clients computed side by side share the time."""
+    """Seconds of one client's gradient by candidate, which take turns.
+
+    The time is divided by the number of clients that are computed side by side.
+    """
     trials, clients = {}, len(examples.sizes)
     for name, settings in candidates.items():
         device, executor = torch.device(settings.device), _executor(task, settings, None, None)
@@ -453,7 +456,7 @@ def _wait(device: torch.device) -> None:
 
 @contextmanager
 def _threads_of_one(workers: int) -> Iterator[None]:
-    """As many threads as each of several workers has."""
+    """Use as many threads as each of several workers has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // workers))
     try:

@@ -1,4 +1,4 @@
-"""Rows of what happened: evaluations per client, and one record per round. Append-only."""
+"""The history of a run: evaluations per client and one record per round. Append-only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 class Recorder(Protocol):
-    """Something that is told about every evaluation and every round as it happens."""
+    """Receives every evaluation and every round's record as they happen."""
 
     def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None: ...
     def on_round_end(self, record: Record) -> None: ...
@@ -46,7 +46,7 @@ class History:
         self.records.append(record)
 
     def copy(self) -> History:
-        """What is recorded later does not appear in it."""
+        """A copy; later records do not appear in it."""
         return History(list(self.evaluations), list(self.records))
 
     def frame(self) -> pd.DataFrame:
@@ -59,7 +59,7 @@ class History:
 
 
 class Clock:
-    """Seconds of a round, by what they were spent on."""
+    """Measures the seconds of a round, by what they were spent on."""
 
     def __init__(self) -> None:
         self._laps: dict[str, float] = {}
@@ -78,24 +78,24 @@ class Clock:
 
 
 class Callback:
-    """Something that watches a run, and may end it. Override what is needed.
+    """Watches a run, and may end it. Override what you need.
 
     Rounds count from 0. `metrics` has one number per client for each metric, NaN for a client
     without test data; it is the run's own: look, and change nothing.
     """
 
     def on_evaluation(self, round: int, stage: str, metrics: Metrics) -> None:
-        """After local training ("local") and after communication ("mixed")."""
+        """Called after local training (`stage` "local") and after communication ("mixed")."""
 
     def on_round_end(self, record: Record) -> None:
-        """After every round: its number, seconds, bytes, steps."""
+        """Called after every round; `record` has its number, seconds, bytes and steps."""
 
     def should_stop(self) -> bool:
-        """Asked after every round but the last: true ends the run, which is returned as it is."""
+        """Called after every round but the last. True ends the run, which is returned as it is."""
         return False
 
     def close(self) -> None:
-        """The run is over, however it ended."""
+        """Called when the run is over, however it ended."""
 
 
 OLD_CALLBACK_NAMES = {
@@ -107,7 +107,7 @@ OLD_CALLBACK_NAMES = {
 
 
 class Recorders:
-    """Tells every recorder in turn; what a callback raises is named after it."""
+    """Passes every event to all recorders and callbacks; an error names its callback."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Recorders:
 
 
 def check_callbacks(callbacks: Any) -> list[Recorder]:
-    """A list of them, each of which has what a callback needs."""
+    """Refuse what is no list of callbacks. Returns them as a list."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise QuiverError(
             f"callbacks is one {type(callbacks).__name__}: give a list of callbacks, such as "

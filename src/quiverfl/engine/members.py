@@ -1,7 +1,7 @@
 """Members that join and leave, at the clients themselves: who is given what, and who counts.
 
 A newcomer receives one message, that of a member, weighed so that its mass is what it brings: the
-same as a peer that joins. Whoever leaves keeps the model that it sent last.
+same as a peer that joins. A member that leaves keeps the model that it sent last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Members:
         return self.present & self._plan.find_present(self._round + 1)
 
     def begin_round(self, shard: Shard, round: int) -> None:
-        """Give those who join now a member's message as theirs, with the mass that they bring."""
+        """Give each newcomer a member's message, weighed by the mass that the newcomer brings."""
         self._round = round
         newcomers, sponsors = self._plan.find_joining(round), self._plan.choose_sponsors(round)
         for newcomer, sponsor in zip(newcomers, sponsors, strict=True):
@@ -67,7 +67,7 @@ class Members:
         self._leaving = rows, type(state)(*(leaf.clone() for leaf in state))
 
     def restore_leaving(self, shard: Shard) -> None:
-        """Let those who have left keep their last model. Nobody is sent it any more."""
+        """Restore the last models of members that have left; no client is sent them."""
         rows, state = self._leaving
         if len(rows):
             write_rows(shard.state, rows, state)

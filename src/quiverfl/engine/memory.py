@@ -28,11 +28,11 @@ from quiverfl.trees import Tree, tree_leaves, tree_map
 
 CPU = torch.device("cpu")
 OVERHEAD = 600 << 20
-"""Of Python, torch and what is loaded with them: 420 MB were measured, results and all."""
+"""Bytes of Python, torch and what they load: 420 MB were measured, with results."""
 WIDEST = 25
 """Clients computed together at most, on any device."""
 SPARE = 0.8
-"""Of a device's free memory; the rest is for what no arithmetic sees, such as workspaces."""
+"""Fraction of a device's free memory to use; workspaces and the like need the rest."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Footprint:
     chunk: int
     """Clients that are in training at once."""
     view: int = 0
-    """What clients know of each other where the topology looks; never on a device."""
+    """Bytes of the reports that clients know, with an adaptive topology; never on a device."""
 
     @property
     def total(self) -> int:
@@ -78,7 +78,7 @@ def predict_memory(
 ) -> Footprint:
     """What a run of this needs on the device it computes on; for fewer `clients` if given.
 
-    `looks` is what its topology looks at, if it does.
+    `report_spec` says what clients report, if its topology is adaptive.
     """
     count = data.clients if clients is None else clients
     fraction = count / data.clients
@@ -145,7 +145,7 @@ def choose_blocks(
     probe: ModelProbe | None,
     executor: Executor,
 ) -> Blocks:
-    """As many as `TOGETHER` has room for: with tiny models most of the time goes into calls."""
+    """Choose as many blocks as fit into `TOGETHER`: tiny models spend most time in calls."""
     size, many = settings.dtype.itemsize, executor.chunk * FEWEST_BLOCKS
     model = size * (task.shared_layout.size + task.personal_layout.size)
     if probe is None or data.clients < many or many * 5 * model > TOGETHER:
@@ -227,7 +227,7 @@ def _inputs(data: FederatedData, count: int, dtype: torch.dtype) -> Tree:
 def _state_bytes(
     task: Task, data: FederatedData, method: Method, settings: RunSettings, copies: int
 ) -> int:
-    """Of one client, with its messages in flight and further copies of its message."""
+    """Bytes of one client's state, messages in flight and further copies of its message."""
     state = ModelProbe.from_data(task, data, settings.dtype).first_state(method)
     own = sum(leaf.nbytes for leaf in state)
     late = method.delay + copies
@@ -242,7 +242,7 @@ def _bytes(split: ClientExamples) -> int:
 
 
 def _is_one_by_one(task: Task, data: FederatedData, settings: RunSettings) -> bool:
-    """As far as it is known before the run."""
+    """Whether clients are computed one by one, as far as that is known before the run."""
     if settings.executor in ("vectorized", "sequential"):
         return settings.executor == "sequential"
     if settings.precision == "bf16":

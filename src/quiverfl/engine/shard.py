@@ -100,7 +100,7 @@ class Shard:
         self.steps: Integers = np.zeros(count, dtype=np.int64)
         """Local steps of the last round."""
         self.visits: Integers = np.zeros(count, dtype=np.int64)
-        """How often each sample of a client was looked at, counted where that must be few."""
+        """How often each of a client's samples was visited, counted for a privacy budget."""
         self.reports = ReportExchange.make(report_spec, self.context, method, self.world)
 
     @property
@@ -156,7 +156,7 @@ class Shard:
         return state
 
     def exchange_reports(self, round: int, graph: Graph) -> Record:
-        """Clients learn what the senders of their messages report; the record has who told whom."""
+        """Give clients the reports of the senders of their messages; record who told whom."""
         return {} if self.reports is None else self.reports.exchange(round, graph, self.world)
 
     def keep_local_models(self, chosen: Flags) -> None:
@@ -169,7 +169,7 @@ class Shard:
         return Params(*self._find_personal(take_rows(self.state, rows)))
 
     def evaluate(self, round: int, stage: str) -> Metrics:
-        """Metrics of every client on its own test split; nothing is changed by looking."""
+        """Metrics of every client on its own test split. Nothing is changed."""
         return evaluate_shard(self, round, stage)
 
     def record(self, evaluated: bool) -> Record:

@@ -35,7 +35,7 @@ class Law:
     words: str
     breach: Callable[[Case], str | None]
     every_graph: bool = True
-    """Whether it is tried on all graphs of a method, or on the usual one."""
+    """One law. Some are tried on all graphs of a method, others on its usual one."""
 
 
 LAWS = (
@@ -57,15 +57,15 @@ LAWS = (
 
 @dataclass(frozen=True)
 class LawVerdict:
-    """What was found about one law."""
+    """The verdict on one law."""
 
     number: int
     law: str
     verdict: Verdict
     graphs: tuple[str, ...]
-    """On which it was tried; where it is broken, on which it is broken."""
+    """Graphs on which it was tried; if it is broken, those on which it is broken."""
     sentence: str = ""
-    """What was expected and what was found, where it is broken."""
+    """What was expected and what came out, if it is broken."""
 
     def __str__(self) -> str:
         where = f" (on {', '.join(self.graphs)})" if self.graphs else ""
@@ -75,7 +75,7 @@ class LawVerdict:
 @refuse_old_names(broken="broken_laws")
 @dataclass(frozen=True)
 class MethodCheck:
-    """What `check_method` found about a method."""
+    """The result of `check_method`."""
 
     title: str
     verdicts: tuple[LawVerdict, ...]
@@ -105,7 +105,8 @@ def check_method(
 
     Takes a few seconds: federations of six clients, on the graphs that fit the method. What
     `simulate` would refuse is refused with the same sentence. `skip` has the numbers of laws that
-    the method breaks on purpose. `progress` is told of every verdict as it is reached.
+    the method breaks on purpose. `progress` is called with every
+    verdict.
     """
     if isinstance(skip, int):
         raise QuiverError(f"skip = {skip}: give a list of laws, such as [{skip}].")
@@ -149,7 +150,7 @@ def _verdict(law: Law, cases: list[Case], skipped: bool) -> LawVerdict:
 
 
 def _describe_breach(law: Law, case: Case) -> str | None:
-    """A run that stops breaks the law that it was run for."""
+    """Say that a run stopped, which breaks the law under test."""
     try:
         return law.breach(case)
     except QuiverError as error:

@@ -28,7 +28,7 @@ from quiverfl.topologies.topology import find_offline
 ALL = np.ones(CLIENTS, dtype=bool)
 SOME = np.array([True, False, True, False, False, True])
 ORDER = (3, 0, 5, 1, 4, 2)
-"""Of clients: one stays, the others move."""
+"""A permutation of the clients: one stays, the others move."""
 
 
 def identity_mixing(case: Case, tolerance: float = 1e-12, whole: bool | None = None) -> str | None:

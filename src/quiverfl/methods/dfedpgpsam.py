@@ -26,6 +26,6 @@ class DFedPGPSAM(DFedPGP):
     title = "DFedPGP-SAM"
 
     def phases(self, task: Task) -> tuple[Train[PushSumState], ...]:
-        """As DFedPGP's, the gradient of u taken at z + ρ g/‖g‖."""
+        """DFedPGP's phases; the gradient of u is taken at z + ρ g/‖g‖."""
         train_personal, train_shared = super().phases(task)
         return train_personal, replace(train_shared, lookahead=sam_lookahead(self.rho))

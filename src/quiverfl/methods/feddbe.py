@@ -183,7 +183,7 @@ def _shift_head(state: DBEState, bias: Tensor) -> Tensor:
 
 
 def _pad(bias: Tensor, head: Tensor) -> Tensor:
-    """As long as the head, whose place it takes in its own phase; what is added stays 0."""
+    """Pad the bias to the head's length, whose place it takes in its phase; the pad stays 0."""
     return torch.cat([bias, torch.zeros_like(head[len(bias) :])])
 
 

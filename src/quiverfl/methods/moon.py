@@ -1,4 +1,4 @@
-"""MOON: what the model sees should look like what the received model sees, unlike its own past.
+"""MOON: features close to the received model's and far from those of the client's last model.
 
 Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021, Algorithm 1.
 

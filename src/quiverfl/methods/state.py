@@ -43,7 +43,7 @@ def _roles(kind: Any) -> dict[str, Role]:
 
 
 def replicated_fields(kind: type) -> tuple[str, ...]:
-    """The fields that must be equal at all clients from the start."""
+    """The fields that must be equal on all clients from the start."""
     return _find_replicated(kind)
 
 

@@ -181,9 +181,10 @@ _features: Callable[..., Tensor] = _Convolutions.apply
 
 
 def _convolve_pool(x: Tensor | _Images, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, outputs, high, wide, lanes]; and which pixel of each pool was chosen.
+    """Convolve, pool, and say which pixel of each pool was chosen.
 
-    Of [blocks, channels, height, width, lanes], or of images.
+    The input is [blocks, channels, height, width, lanes], or images. The output is
+    [blocks, outputs, high, wide, lanes].
     """
     library = _load_compiled()
     channels, height, width = x.shape if isinstance(x, _Images) else x.shape[1:4]
@@ -205,7 +206,7 @@ def _convolve_pool(x: Tensor | _Images, weight: Tensor, bias: Tensor) -> tuple[T
 def _convolve_pool_backward(
     gradient: Tensor, x: Tensor | _Images, weight: Tensor, chosen: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Of x unless it is images, of the weight and of the bias, from [n, outputs, high, wide]."""
+    """Gradients of x (None for images), weight and bias, from [n, outputs, high, wide]."""
     library = _load_compiled()
     channels, height, width = x.shape if isinstance(x, _Images) else x.shape[1:4]
     sizes = (channels, len(weight), height, width)

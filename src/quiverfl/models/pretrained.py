@@ -207,7 +207,7 @@ def find_weights(path: Path) -> Path:
 
 
 def hash_weights(path: Path) -> str:
-    """Of their file: another file under the same name makes another run."""
+    """Hash the weights' file: another file under the same name makes another run."""
     file = find_weights(path)
     status = file.stat()
     return _hash_file(file, status.st_mtime_ns, status.st_size)
@@ -398,7 +398,7 @@ def _check_numbers(given: Any) -> tuple[float, ...]:
 
 
 def _read_statistics(network: nn.Module, weights: str | Path | None) -> Any:
-    """As timm's networks say it, or the image processor in a folder of transformers."""
+    """Mean and std of a timm network, or of the image processor in a transformers folder."""
     said = getattr(network, "pretrained_cfg", None) or getattr(network, "default_cfg", None)
     if isinstance(said, Mapping) and said.get("mean") and said.get("std"):
         return said["mean"], said["std"]

@@ -188,7 +188,7 @@ class PeerRun:
         return {"epsilon": self._place(line["epsilon"])} if "epsilon" in line else {}
 
     def _place(self, value: float) -> list[float]:
-        """Put this client's number among those of all clients, which are unknown."""
+        """Put this client's number in its position; NaN for all other clients."""
         return [value if client == self._number else 0 for client in range(self._clients)]
 
     def _metrics(self, values: Mapping[str, float]) -> Metrics:

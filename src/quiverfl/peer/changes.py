@@ -266,7 +266,7 @@ class RunChanges:
                 self._ctx.log.alarm("not agreed in time", terms=str(terms), lacking=lacking)
 
     async def apply_decided(self, round: int) -> None:
-        """Save what everybody has signed by now. It stays decided, whoever comes or goes."""
+        """Save the changes that all members have signed. Later members do not undo them."""
         decided = self._neighbours.amendments.decisions(self._members())
         news = [terms for terms in decided if terms not in self._terms]
         if not news:

@@ -101,7 +101,7 @@ class ShardLearner:
         report_spec: ReportSpec | None = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """`clients` counts all clients of the run; `looks` says what reports the topology needs.
+        """`clients` counts all clients of the run; `report_spec`: reports for the topology.
 
         `classes` are names on which all peers must agree, in this order.
         """

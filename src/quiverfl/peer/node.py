@@ -286,7 +286,7 @@ class Node:
     def debtors(self) -> set[str]:
         """Neighbours that hold so much of this peer's mass that they must give some back first.
 
-        Of two honest neighbours at least one may always push to the other. In sync mode only those
+        At least one of two honest neighbours may always push to the other. In sync mode only those
         count that missed a deadline or sent what was refused.
         """
         accounts, max_debt = self.transactions.accounts, int(self.settings.max_debt * UNIT)

@@ -352,7 +352,7 @@ class Patience:
 
 
 def measured_deadline(node: Node) -> float:
-    """Seconds after which a round waits no longer than it must."""
+    """The deadline that follows measured delays; `deadline` until there are enough."""
     settings = node.settings
     if settings.deadline_floor is None:
         return settings.deadline
@@ -367,7 +367,7 @@ def measured_deadline(node: Node) -> float:
 async def wait_for_peers(
     node: Node, promised: Collection[str], missing: Callable[[], set[str]], by_mass: bool = False
 ) -> set[str]:
-    """Wait for what neighbours have promised. Returns those that let their deadline pass.
+    """Wait for promised shares. Returns the neighbours that missed their deadline.
 
     A neighbour without which a quorum is complete before then is only late: it is waited for again
     in the next round.

@@ -21,7 +21,7 @@ from quiverfl.types import Floats
 Against: TypeAlias = Literal["rounds", "bytes", "steps", "clock", "joules"]
 AGAINST: tuple[Against, ...] = ("rounds", "bytes", "steps")
 TIMED: tuple[Against, ...] = ("clock", "joules")
-"""Of runs with devices, simulated or re-timed."""
+"""Costs that only runs with devices have, simulated or re-timed."""
 Range: TypeAlias = tuple[float, float]
 
 LATE = 5
@@ -259,7 +259,7 @@ def metric_kind(metric: str) -> str:
 
 
 def plain_numbers(values: Iterable[float]) -> list[float | int | None]:
-    """As JSON can say them, as exact as a screen can show them; None where there is no number."""
+    """Numbers for JSON, as exact as a screen can show them; None for what is not finite."""
     return [_plain(float(value)) for value in values]
 
 

@@ -80,7 +80,7 @@ def draw_curves(
 ) -> None:
     """The mean over clients against what was spent; with several seeds their mean and range.
 
-    `late` scales by the later values, so that those who end close together can be told apart.
+    `late` scales by the later values, so that curves which end close together can be told apart.
     """
     metric = metric or common_metric(groups)
     drawn = make_curves(groups, stage, against, metric)

@@ -1,4 +1,4 @@
-"""How numbers look wherever results are shown."""
+"""Formats of numbers and tables, the same wherever results are shown."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def format_energy(joules: float) -> str:
 
 
 def write_result_file(path: Path, content: bytes) -> None:
-    """The old file or the new one, never half of either; folders are made as needed."""
+    """Replace a file whole or not at all. Folders are made as needed."""
     durable.check_writable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def make_file_name(text: str) -> str:
 
 
 WIDEST_NAME = 34
-"""Where a terminal breaks the name of an experiment, in letters."""
+"""Width at which a terminal wraps the name of an experiment, in letters."""
 NARROWEST = 11
 """A heading over several columns is not broken into narrower lines than this."""
 
@@ -232,7 +232,7 @@ def format_rich(table: Table, caption: bool = True) -> RichTable:
 
 
 def _wrap_heading(table: Table, index: int) -> list[str]:
-    """A heading in lines no wider than its column: it would take the room of the names."""
+    """Wrap a heading to the width of its column, so that names keep their room."""
     column = table.columns[index]
     texts = [column.title, *(row[index].text for row in table.rows)]
     return textwrap.wrap(column.above, max(NARROWEST, *map(len, texts)), break_long_words=False)

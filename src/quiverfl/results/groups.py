@@ -174,7 +174,7 @@ def _sort_key(value: Any) -> tuple[float, str]:
 
 ADDED = ("sent_bytes", "received_bytes", "network_bytes", "active", "steps")
 SMALLEST = ("mu_min",)
-"""Of the rest, the largest counts: the round is over when the slowest peer has ended it."""
+"""The largest of the others counts: the slowest peer ends the round."""
 
 
 def join_peers(runs: Iterable[RunResult]) -> list[RunResult]:

@@ -66,7 +66,7 @@ def normalize_method(method: str) -> str:
 def assign_styles(methods: Sequence[str]) -> list[Style]:
     """A style for each, in this order: its own the first time, otherwise the one least in use.
 
-    That is a colour nobody has, then one that few have with a marker that few have.
+    That is an unused colour, then a rarely used colour with a rarely used marker.
     """
     names = [normalize_method(method) for method in methods]
     first = [

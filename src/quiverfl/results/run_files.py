@@ -82,7 +82,7 @@ class RunResult:
     """[clients]: how many samples each has, also where they have no classes."""
     test_sizes: Counts | None
     names: tuple[str, ...]
-    """Of the clients, where the data names its owners."""
+    """Names of the clients, where the data names its owners."""
     protocol: EvaluationProtocol | None
     """None until the run has finished."""
     finished: bool
@@ -91,7 +91,7 @@ class RunResult:
     attackers: tuple[int, ...] = ()
     """Clients that were made to attack: in the history, and in no table."""
     member: Mapping[str, Any] = field(default_factory=dict)
-    """Of what one peer recorded: its name, its client's number, the run and its mode."""
+    """For a peer's own records: its name, its client's number, the run and its mode."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Digests of its data and of code that is not Quiver's, by their names."""
 
@@ -138,7 +138,7 @@ class RunResult:
 
     @cached_property
     def partition_digests(self) -> Mapping[str, str]:
-        """Of every array that says which samples a client has; empty where none is recorded."""
+        """Digests of the arrays that say which samples a client has; empty if not recorded."""
         arrays = _read_partition(self.path / "partition.npz", samples=True)
         return {
             name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()

@@ -210,7 +210,7 @@ def _gap(
 def _local_beside(run: RunResult, groups: Sequence[Group]) -> RunResult | None:
     """The Local run on the same partition with the same model and seed, if it is among these runs.
 
-    Of several, as in a grid, the one whose other settings are closest.
+    If there are several, as in a grid, the one whose other settings are closest.
     """
     mine = experiment_settings(run)
 

@@ -133,7 +133,7 @@ def interval(numbers: Sequence[float]) -> tuple[float, float]:
 
 
 def p_value(numbers: Sequence[float]) -> float:
-    """Of Student's two-sided test that the mean is zero; unknown where nothing says how sure."""
+    """p of Student's two-sided test that the mean is zero; NaN where it is not defined."""
     if not any(numbers) and len(numbers) > 1:
         return 1.0
     if len(numbers) < 2 or _all_equal(numbers):
@@ -212,7 +212,7 @@ class MeanRanks:
     mean: tuple[float, ...]
     cases: int
     p: float
-    """Of Friedman's test that all methods are alike."""
+    """p of Friedman's test that all methods are alike."""
     critical: float
     """Nemenyi's critical difference at 5 %: mean ranks that are closer cannot be told apart."""
 

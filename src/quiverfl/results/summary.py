@@ -33,8 +33,8 @@ Report: TypeAlias = Literal["last", "best", "last10"]
 REPORTS: tuple[Report, ...] = ("last", "best", "last10")
 STAGES = ("local", "mixed")
 UNSEEN_STAGES = ("unseen", "fitted")
-"""Of clients held out of the federation: as they come, and after they fitted their own part. Their
-rows count them from 0, as if there were no others."""
+"""Stages of clients held out of the federation: before and after they fit their personal part.
+Their rows count them from 0."""
 
 
 def history_frame(evaluations: Iterable[Evaluation]) -> pd.DataFrame:
@@ -302,7 +302,7 @@ class EvaluationProtocol:
         return describe_protocol([self.stage], self.report, self.weighting, tested, metric)
 
     def record(self) -> dict[str, Any]:
-        """As it is written into `summary.json`."""
+        """The entry of `summary.json`."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""The tables that methods are compared by. The stages stand beside each other and are never mixed.
+"""Tables that compare methods. The stages stand beside each other and are never mixed.
 
 Every table is made by `make_table` from columns whose cells are known by the key of their row.
 So the paper's tables are these tables with a column of published numbers beside our own.
@@ -198,7 +198,7 @@ TABLE_BEGINNINGS: dict[str, tuple[bytes, ...]] = {
     ".csv": (b"method,", b"label,"),
     ".tex": (rb"\begin{table}",),
 }
-"""How the tables that Quiver writes begin, by the ending of their names."""
+"""First bytes of the tables that Quiver writes, by file ending."""
 
 
 def order_stages(stage: str) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ def add_case_to_title(table: Table, case: str) -> Table:
 
 
 def cost_table(groups: Sequence[Group]) -> Table:
-    """What a run took, on average over seeds."""
+    """Costs of a run, on average over seeds."""
     caption = (
         "Bytes cross the network: every message counts once, and so does what a server sends. The "
         "busiest node (the server, where there is one) is shown with its busiest round. Local "
@@ -223,7 +223,7 @@ def cost_table(groups: Sequence[Group]) -> Table:
 
 
 def unseen_table(groups: Sequence[Group]) -> Table | None:
-    """How clients did that were held out of the federation; None where no run held any out."""
+    """Scores of clients held out of the federation; None where no run held any out."""
     metric = common_metric(groups)
     rows = to_rows(compare_unseen(groups, metric))
     if not rows:
@@ -443,7 +443,7 @@ def _print_case(console: Console, groups: Sequence[Group], stages: Sequence[str]
 
 
 def print_differences(console: Console, groups: Sequence[Group], stage: str = "local") -> None:
-    """Print how sure the differences within each case are, where there are seeds to say it."""
+    """Print the differences within each case and their uncertainty, if there are several seeds."""
     stages = order_stages(stage)
     together = difference_tables(groups, stages=stages)
     apart = [difference_tables(groups, stages=[one]) for one in stages]

@@ -87,7 +87,7 @@ class EarlyStopping(Callback):
         return self._waited >= self.patience
 
 
-# A run as TensorBoard event files, for those who look at everything there.
+# A run as TensorBoard event files.
 
 
 COLUMNS = {

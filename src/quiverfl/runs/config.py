@@ -94,7 +94,7 @@ class DataConfig(Section):
     leaves: tuple[tuple[int, int], ...] | None = None
     """Rounds from which members are gone for good, and how many."""
     join_mass: float = 1.0
-    """The push-sum mass that each of those who join brings."""
+    """The push-sum mass that each newcomer brings."""
     options: Options = Field(default_factory=dict)
     """Options of the source, such as the columns of a table."""
 

@@ -402,7 +402,7 @@ class SavedRun(AnyRun):
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """As summary.json has it, or made of what there is so far."""
+        """The content of summary.json, or of what there is so far."""
         if self._result.finished:
             return RunFolder(self.path).summary()
         return {

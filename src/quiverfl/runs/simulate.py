@@ -54,7 +54,7 @@ from quiverfl.transforms.robustness import Robustness
 from quiverfl.types import Integers
 
 SMALL_WORK = 50_000_000
-"""Products in a step of all clients together below which threads wait more than they work."""
+"""Multiplications in a step of all clients below which several threads do not pay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def compute_settings(self) -> Iterator[None]:
-        """Threads and precision of the run; put back afterwards."""
+        """Set the run's threads and precision; restore them afterwards."""
         clients, settings = self.topology.clients, self.settings
         longest = self.data.train.longest if self.world is None else self.world.longest
         with (
@@ -152,13 +152,13 @@ class Simulation:
 
     @property
     def _graphs(self) -> Topology:
-        """The graphs of the run. Peers know no more than each was told itself."""
+        """The graphs of the run. A peer knows only the reports that reached it."""
         peers = self.settings.arithmetic == "peers"
         topology = seen_alone(self.topology) if peers else self.topology
         return topology.with_check(graph_needs(self.method))
 
     def _make_unseen(self, shard: Shard) -> UnseenClients | None:
-        """The clients that nobody has seen; attackers are not who they meet."""
+        """The held-out clients. They meet honest clients only."""
         if self.data.unseen is None:
             return None
         adversary, clients = self.transforms.adversary, self.topology.clients
@@ -167,7 +167,7 @@ class Simulation:
         return UnseenClients(shard, self.data.unseen, self._graphs, self.settings, honest)
 
     def _most_recorded(self) -> int | None:
-        """Numbers of more clients are condensed in the history; None where none are."""
+        """Number of clients above which the history is condensed; None: never."""
         if self.settings.history == "hundredths":
             return HUNDRED
         # What attackers reach stands apart from all others' numbers, so every client's is kept.
@@ -181,7 +181,7 @@ class Simulation:
         return self.timing is not None and not self.timing.clock.asynchronous
 
     def exchange(self, shard: Shard) -> Exchange | Player:
-        """What carries messages; without waiting, what carries out the schedule."""
+        """The exchange; for a run without waiting, the player of its schedule."""
         if self.timing is not None and self.timing.clock.asynchronous:
             return make_player(self.timing, shard, self._graphs, self._steps)
         return build_exchange(
@@ -215,9 +215,9 @@ class Simulation:
         callbacks: Sequence[Recorder] = (),
         measured: Measurement | None = None,
     ) -> Run:
-        """As `simulate` says, but unchecked, and a checkpoint is the run's own memory: `checkpoint`
-        must write it, or copy it, before it returns. On ranks all arguments are given on all or
-        on none, and `measured` is the same for all."""
+        """Run like `simulate`, without its checks. Checkpoints are the run's own memory: the
+        function `checkpoint` must write or copy them before it returns. All ranks are given the
+        same kinds of arguments, and the same `measured`."""
         settings = self.settings
         with self.compute_settings():
             if measured is None and resume is not None:
@@ -277,7 +277,7 @@ class Simulation:
         return run
 
     def _patience(self, history: History) -> list[Callback]:
-        """What ends the run by `run.patience`, told of what a resumed run has evaluated before."""
+        """The early stopping of `run.patience`, with a resumed run's earlier evaluations."""
         if self.settings.patience is None:
             return []
         if not self.task.metrics:
@@ -394,13 +394,13 @@ TOPOLOGY_OPTIONS = {
     "random_regular": ("neighbors", "participation", "link_failure"),
     "random_push": ("neighbors", "participation", "link_failure"),
 }
-"""Which of the options that "auto" takes each of them has a use for."""
+"""Options of "auto" that each topology takes."""
 
 
 def make_usual_topology(
     method: Method, clients: int, seed: int, options: Mapping[str, Any] | None = None
 ) -> Topology:
-    """The topology that a method is usually run on, with those of the options it has a use for."""
+    """The method's usual topology, with the options that it takes."""
     check_method_parts(method)
     given = options or {}
     known = {"seed", *(key for keys in TOPOLOGY_OPTIONS.values() for key in keys)}
@@ -432,7 +432,7 @@ def make_seeded_topology(
 
 
 class _Enough(Exception):
-    """A callback has seen enough."""
+    """A callback asked the run to stop."""
 
 
 @contextlib.contextmanager
@@ -449,9 +449,9 @@ def _show_progress(
 
 
 def _useful_threads(task: Task, clients: int, longest: int, training: Training) -> int:
-    """As many as torch has, unless the work is so small that they would wait for each other.
+    """Torch's number of threads; 1 if the work is so small that they would wait for each other.
 
-    Threads that wait do so busily, which beside other processes costs ten times what they gain.
+    Waiting threads keep their cores busy. Beside other processes that costs ten times the gain.
     """
     samples = min(training.batch_size or longest, longest)
     together = min(clients, 25)
@@ -464,7 +464,10 @@ def _useful_threads(task: Task, clients: int, longest: int, training: Training) 
 def use_threads(
     task: Task, clients: int, longest: int, training: Training, settings: RunSettings
 ) -> Iterator[None]:
-    """As many as the settings say, or as are of use; `longest` is the largest client's size."""
+    """Set torch's threads by the settings, or by what is useful.
+
+    `longest` is the largest client's number of examples.
+    """
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(settings.threads or _useful_threads(task, clients, longest, training))

@@ -1,4 +1,4 @@
-"""Files and folders that are there as a whole or not at all, whatever happens meanwhile.
+"""Durable writes: a file or folder appears whole or not, whatever happens meanwhile.
 
 What is written lies beside its target under a name of its own, is flushed to the disk and renamed;
 then the folder is flushed too, so that the name survives a power cut. Errors of writing are plain
@@ -39,7 +39,7 @@ def to_path(place: object, what: str) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path at which nothing can be, in the words of whoever chose it."""
+    """Refuse a path at which nothing can be; the sentence names it as the user did."""
     try:
         path.lstat()
     except OSError as problem:

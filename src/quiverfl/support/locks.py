@@ -1,7 +1,7 @@
 """One process at a time, by a lock that the operating system releases when its holder dies.
 
 The lock is on an open file, not in its existence: a file that a killed process left behind locks
-nothing. It says who holds it, for whoever is refused.
+nothing. It records its holder, whom a refusal names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECONDS_BETWEEN_TRIES = 0.1
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Errors of file systems without locks, such as some that clusters mount."""
 QUERY_LIMITED_INFORMATION, ACCESS_DENIED, STILL_ACTIVE = 0x1000, 5, 259
-"""Of Windows: what OpenProcess is asked for, and what it and GetExitCodeProcess answer."""
+"""Constants of Windows: OpenProcess's argument, its answer and GetExitCodeProcess's."""
 
 if sys.platform == "win32":
     import ctypes

@@ -151,7 +151,7 @@ def check_options(
 ) -> None:
     """Refuses options the function does not take; `given` are arguments that are no options.
 
-    `more` are names that whoever calls the function takes, to be known among the others.
+    `more` are further names that the caller accepts.
 
     `section` of a configuration is where they stand.
     """

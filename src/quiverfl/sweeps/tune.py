@@ -1,4 +1,4 @@
-"""Tuning: which of a method's tries does best on samples set aside from the training data.
+"""Tuning: find a method's best settings on samples set aside from the training data.
 
 A sweep with a section [tuning] is a race by successive halving (Jamieson and Talwalkar, AISTATS
 2016): every try runs a part of its rounds, and only the better ones continue.
@@ -41,7 +41,7 @@ class Try:
 
     point: GridPoint
     scores: dict[str, float]
-    """By case, the mean over seeds and clients; NaN where a seed diverged or has not run."""
+    """Mean over seeds and clients by case; NaN where a seed diverged or has not run."""
     diverged: bool = False
     """With any seed in any case."""
 
@@ -79,7 +79,7 @@ def select_tuned(
 ) -> list[TunedMethod]:
     """Rank the tries of each method by their mean over cases.
 
-    Refuses to choose by test data, and tries that were not of one problem.
+    Refuses tries that were judged on test data or on different problems.
     """
     _check_tries(cells)
     for cell in cells:
@@ -161,7 +161,7 @@ def _read_score(
 
 
 Run = Callable[[Mapping[str, int], Sequence[Cell]], None]
-"""Runs cells up to the given rounds, which are named by cell."""
+"""Runs cells up to the given rounds, by the name of a cell."""
 
 ONLY_THE_GRAPH = (("dfedavgm", "osgp"), ("dfedavgmp", "dfedpgp"))
 """Pairs of methods that differ in the graph alone. They share a grid and also get one common

@@ -255,7 +255,7 @@ def _model_similarities(view: ReportView, round: int) -> Floats:
 
 
 def _cosines(sketches: Floats) -> Floats:
-    """Of each client's own sketch with those it knows, [clients, clients]; NaN: unknown."""
+    """Cosines of each client's own sketch with those it knows, [clients, clients]; or NaN."""
     everyone = np.arange(len(sketches))
     own = sketches[everyone, everyone]
     lengths = np.linalg.norm(sketches, axis=2) * np.linalg.norm(own, axis=1)[:, None]

@@ -1,11 +1,11 @@
-"""Balanced graphs: everybody sends as much as it receives, so rows and columns sum to 1.
+"""Balanced graphs: every client sends as much as it receives, so rows and columns sum to 1.
 
 In a random push the number of messages that a client receives is random: its μ wanders, its step
 on z is η/μ, and in some rounds it receives nothing. In a balanced graph μ stays 1 while links work,
 and push-sum takes over where links fail.
 
-Every draw is a hash of its coordinates: a client can work out alone whom it sends to and whom it
-hears from, in any round.
+Every draw is a hash of its coordinates, so a client can compute its receivers and senders of any
+round by itself.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def _average_arrivals(push: Topology, round: int) -> Graph:
 
 
 def base_graph(clients: int, neighbors: int) -> Topology:
-    """The Base-(n + 1) graph: after one pass of its rounds everybody holds the exact average.
+    """The Base-(n + 1) graph: after one pass of its rounds every client holds the exact average.
 
     Takezawa et al. 2023, Algorithm 2 (the simple one): undirected, without chance, at most n
-    neighbours in a round, for any number of clients. Its rounds come again and again.
+    neighbours in a round, for any number of clients. Its rounds repeat.
     """
     clients = check_clients("base_graph", clients)
     neighbors = check_neighbors("base_graph", neighbors, clients)

@@ -98,7 +98,7 @@ def custom(
 ) -> Topology:
     """Your own function of the round: a Graph, or a matrix weights[receiver, sender].
 
-    It must be pure: the same round gives the same graph, whoever asks and how often. With
+    It must be pure: the same round gives the same graph, however often it is asked for. With
     `reports` it is a function of (round, view), and the view has the reports asked for.
     """
     if not callable(function):

@@ -69,7 +69,7 @@ class Membership:
         return sorted({since for since, _ in (*self.joins, *self.leaves)})
 
     def find_present(self, round: int) -> Flags:
-        """Who is a member in this round."""
+        """Flags of the members in this round."""
         since = max((change for change in self.rounds if change <= round), default=0)
         if since not in self._present:
             self._present[since] = self._draw_present(since)
@@ -90,17 +90,17 @@ class Membership:
         return present
 
     def find_joining(self, round: int) -> Integers:
-        """Who becomes a member in this round."""
+        """Clients that become members in this round."""
         if not round:
             return np.array([], dtype=np.int64)
         return np.flatnonzero(self.find_present(round) & ~self.find_present(round - 1))
 
     def find_leaving(self, round: int) -> Integers:
-        """Whose last round this is."""
+        """Clients whose last round this is."""
         return np.flatnonzero(self.find_present(round) & ~self.find_present(round + 1))
 
     def choose_sponsors(self, round: int) -> Integers:
-        """Whose model each of those who join in this round is given: members that stay."""
+        """Choose a staying member for each newcomer, which starts from that member's model."""
         staying = np.flatnonzero(self.find_present(round) & self.find_present(max(0, round - 1)))
         drawn = stream(self.seed, "sponsors", round)
         return drawn.choice(staying, len(self.find_joining(round)))
@@ -128,7 +128,7 @@ def with_members(
 ) -> Topology:
     """The topology of a run whose members change; `make` gives it for a number of clients.
 
-    Whoever leaves gives all its mass to those it sends to in its last round. Without `gives_mass`,
+    A leaving member gives all its mass to the receivers of its last round. Without `gives_mass`,
     for methods that average models and carry none, it is only gone afterwards.
     """
     first = make(membership.founders)
@@ -181,7 +181,7 @@ Links = tuple[Integers, Integers, Floats]
 def _give_away(
     membership: Membership, round: int, receivers: Integers, senders: Integers, weights: Floats
 ) -> Links:
-    """Whoever leaves gives all it has to those who stay, and is given nothing. Columns sum to 1."""
+    """Leaving members give all they have to members that stay, and receive nothing."""
     leaves = np.zeros(membership.clients, dtype=bool)
     leaves[membership.find_leaving(round)] = True
     home = leaves[receivers] & ~leaves[senders]  # what was meant for who leaves stays at home

@@ -110,7 +110,7 @@ class LabelFlip(_Attack):
 
 @dataclass(frozen=True)
 class ForgedMass(_Attack):
-    """Claims a push-sum mass `factor` times its own: its model weighs so much less or more."""
+    """Claims a push-sum mass `factor` times its own, so its model weighs less or more."""
 
     factor: NotNegative = 0.1
 
@@ -122,7 +122,7 @@ class ForgedMass(_Attack):
 
 @dataclass(frozen=True)
 class Adaptive(_Attack):
-    """Knows the receivers' rule and sends its update reversed, as far as they just accept it.
+    """Knows the receivers' rule and sends its reversed update, as large as they accept.
 
     before - s · (sent - before)/‖sent - before‖ with s = margin · reach · ‖before‖. The attack
     assumes that a receiver's model is where its own was when the round began; `margin` allows for

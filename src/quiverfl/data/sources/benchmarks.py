@@ -24,7 +24,7 @@ from quiverfl.types import AnyArray
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Examples of one part, and whose each is."""
+    """Examples of one part, and the owner of each."""
 
     x: AnyArray
     y: AnyArray
@@ -253,7 +253,7 @@ class _Mapping:
     labels: AnyArray
     owners: AnyArray
     names: dict[str, dict[str, str]]
-    """What each label is called, and where it first is."""
+    """Names of each label, and the place where each was first seen."""
 
 
 def _read_mapping(root: Path, file: Path) -> _Mapping:
@@ -299,7 +299,7 @@ def _read_mapping(root: Path, file: Path) -> _Mapping:
 
 
 def _find_sample(root: Path, file: Path, line: int, name: str) -> Path:
-    """Below the data set's folder, or that of the part, as FedScale's loaders look for it."""
+    """Find a sample below the data set's folder or the part's, like FedScale's loaders."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise QuiverError(
             f"{file}, line {line}: {name!r} leads out of {root}: sample_path is a place below it."

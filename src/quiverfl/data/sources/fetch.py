@@ -1,4 +1,4 @@
-"""Downloading the published archives: verified, unpacked safely, there as a whole or not at all."""
+"""Downloads of published archives: verified, safely unpacked, whole or absent."""
 
 from __future__ import annotations
 

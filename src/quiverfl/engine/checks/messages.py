@@ -100,7 +100,7 @@ def _check_message(
     topology: Topology,
     settings: RunSettings,
 ) -> None:
-    """Every transform needs a method that sends parameters from client to client."""
+    """Refuse a method that sends no parameters from client to client: transforms need them."""
     out = f"Leave [{section}] out for this method."
     if method.topology == "isolated":
         raise QuiverError(f"{method.title} sends nothing, so there is no message to change. {out}")
@@ -174,7 +174,7 @@ def _check_compression(
 def _check_peers(
     transforms: Transforms, method: Method, topology: Topology, settings: RunSettings
 ) -> None:
-    """Peers cannot do these, so neither can a simulation of them."""
+    """Refuse what peers cannot do; a simulation of peers cannot do it either."""
     rule = transforms.robustness
     if keeps_replicas(transforms, method, topology, settings.rounds):
         raise QuiverError(

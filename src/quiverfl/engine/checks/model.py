@@ -92,7 +92,7 @@ def check_model(task: Task, data: FederatedData, executor: str = "auto") -> None
 
 
 def check_own_models(task: Task, data: FederatedData, executor: str) -> None:
-    """As `check_model`, where clients have models of their own: each on its own client's data."""
+    """Check clients' own models like `check_model`, each on its own client's data."""
     if len(task.own_models) != data.clients:
         raise QuiverError(
             f"Task.model lists {len(task.own_models)} models for {data.clients} clients: give one "
@@ -335,7 +335,7 @@ def _check_gradient(program: Program, point: Params, x: Tree, y: Tree) -> None:
 
 
 def _shapes(tree: Tree) -> str:
-    """Of one sample, leaf by leaf."""
+    """Shapes and types of one sample, leaf by leaf."""
 
     def of(leaf: Tensor) -> str:
         return f"of shape {tuple(leaf.shape[1:])} ({leaf.dtype})"

@@ -24,7 +24,7 @@ from quiverfl.task import ModelOutputs, Params, Task
 from quiverfl.trees import Tree, first_leaf, tree_map
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of one sample's features, () where there is no head, and of its outputs."""
+"""Shapes of one sample's features, () without a head, and of its outputs."""
 
 
 class ModelProbe:
@@ -210,6 +210,6 @@ def _vmap_loops(allowed: bool) -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Of torch's message, whose rest invites to file an issue."""
+    """First sentence of torch's message; the rest asks the reader to file an issue."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].strip().rstrip(".")

@@ -102,7 +102,7 @@ class _Mixing(ctypes.Structure):
 
 
 def _is_for_c(graph: Graph, flat: Tensor) -> bool:
-    """Whether the C is written for these rows, and gives PyTorch's bits here."""
+    """Whether the C code handles these rows with the same bits as PyTorch."""
     if flat.dtype != torch.float32 or flat.device.type != "cpu" or flat.stride(1) != 1:
         return False
     return flat.shape[0] == graph.matrix.shape[0] and compiled_matches_torch()
@@ -110,7 +110,7 @@ def _is_for_c(graph: Graph, flat: Tensor) -> bool:
 
 @cache
 def compiled_matches_torch() -> bool:
-    """Whether there is a compiled sum here that adds as this PyTorch does.
+    """Whether a compiled sum is available that adds in the same order as PyTorch.
 
     Tried once, before the first round. On a processor that multiplies and adds in two steps, say,
     PyTorch chooses other kernels, and results would depend on whether there is a compiler.
@@ -221,7 +221,7 @@ class MatrixProduct:
         return mixed
 
     def _add_due(self, mixed: Message, due: Message, offline: Flags) -> None:
-        """Add what is due, and what has waited, for the clients that are not offline."""
+        """Add shares that are due or have waited, for clients that are not offline."""
         for name, leaf in mixed.items():
             parts = [part for part in (due.get(name), self._waiting.get(name)) if part is not None]
             if not parts:

@@ -136,11 +136,11 @@ SampleGradients = Callable[[int, Tree, Tree], Tensor]
 """(k, inputs [k, n, …], targets [k, n, …]) → the gradient of every sample, [k, n, parameters]."""
 
 BYTES = 4 << 20
-"""Of gradients that are in memory at a time: more of them would not stay in a cache."""
+"""Bytes of gradients that are in memory at a time: more would not stay in a cache."""
 
 
 def samples_at_once(clients: int, values: Tensor) -> int:
-    """Of each of so many clients with such rows of parameters; who is there does not matter."""
+    """Samples of each client whose gradients are computed at once, for groups of this size."""
     return int(max(1, BYTES // max(1, clients * values.shape[1] * values.element_size())))
 
 

@@ -68,13 +68,13 @@ class Program:
         return cls(module, *layouts, task.loss, task.head, task.inputs, task.statistics_layout)
 
     def for_client(self, task: Task) -> Program:
-        """The same for a client's own model, whose personal part may be shorter."""
+        """The program of a client's own model, whose personal part may be shorter."""
         like = next(self.module.parameters())
         own = Program.of(task, like.dtype, like.device)
         return replace(own, padding=self.personal.size - own.personal.size)
 
     def copy(self) -> Program:
-        """The same on a module of its own; what is the same for all clients is not copied."""
+        """A program with its own module; tensors common to all clients are not copied."""
         bound = {*self.shared.names, *self.personal.names}
         same = [p for name, p in self.module.named_parameters() if name not in bound]
         memo = {id(tensor): tensor for tensor in (*same, *self.module.buffers())}
@@ -248,7 +248,7 @@ class Executor(Protocol):
     ) -> Gradient:
         """The gradient of one part at these stacked parameters, which may change in place.
 
-        Of the model in training, where dropout is at work, or as it is in use.
+        `training` selects train mode, with dropout, or eval mode.
         """
 
 

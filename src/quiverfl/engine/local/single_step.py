@@ -69,7 +69,7 @@ class SingleSteps:
         return type(after)(*(_narrow(leaf).to(device) for leaf in after))
 
     def _first_gradient(self, point: Params, group: ClientGroup, index: PhaseIndex) -> Params:
-        """Of the plain loss on the first batch of this phase."""
+        """Gradient of the plain loss on the first batch of this phase."""
         context = self.context
         sizes, batch = context.examples.sizes[group.rows], context.training.batch_size
         everyone = sizes if group.full_group is None else group.full_group.train

@@ -365,7 +365,7 @@ def _describe_own_rounds(
 
 
 def _keep_idle(after: Any, before: Any, idle: Flags) -> Any:
-    """A client that takes no step has no update, whoever trains beside it."""
+    """A client that takes no step has no update, even if others of its group train."""
     if not idle.any():
         return after
     pairs = zip(before, after, strict=True)

@@ -37,7 +37,7 @@ WORKER = _Worker()
 
 
 def worker_count(wanted: int) -> int:
-    """As many as are wanted and as torch has threads for, which they divide among themselves."""
+    """Number of workers: at most `wanted`. They divide torch's threads among themselves."""
     threads = torch.get_num_threads()
     each = -(-threads // MOST)
     return max(1, min(wanted, threads // each))

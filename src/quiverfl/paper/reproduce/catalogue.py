@@ -191,7 +191,7 @@ def make_item_cells(
 
 Directed: TypeAlias = Literal["push", "pull"]
 Protocol: TypeAlias = Literal["paper", "tuned"]
-"""Whose learning rates: the paper's for everybody, or those that `quiver tune` chose."""
+"""Which learning rates: the paper's for all methods, or those that `quiver tune` chose."""
 
 
 def graph_settings(directed: Directed) -> tuple[str, ...]:
@@ -298,5 +298,5 @@ def _find_value(tree: Mapping[str, Any], own: Mapping[str, Any], path: str) -> A
 
 
 def _format_value(value: Any) -> str:
-    """As TOML. Without a value the key is taken out, so that its default holds."""
+    """Write a value as TOML. Without one the key is left out, so that its default holds."""
     return "" if value is None else json.dumps(value)

@@ -102,7 +102,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Slope:
-    """Of the logarithms, fitted for each seed: the mean and its 95 % interval."""
+    """Slope of the logarithms, fitted for each seed: the mean and its 95 % interval."""
 
     value: float
     low: float
@@ -349,9 +349,9 @@ class Mixing:
     drift: tuple[float, ...]
     """‖ū_t - ū_0‖ after each round."""
     disagreement: float
-    """Of what clients use at the end, from its own mean (root of the mean square)."""
+    """Distance of the clients' final models from their mean (root mean square)."""
     distance: float
-    """Of what clients use at the end, from ū_0 (root of the mean square)."""
+    """Distance of the clients' final models from ū_0 (root mean square)."""
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ class Limit:
     mean_distance: float
     """‖ū - u*‖"""
     client_distance: float
-    """Of what clients use, from u* (root of the mean square)."""
+    """Distance of the clients' models from u* (root mean square)."""
 
 
 @dataclass(frozen=True)
@@ -483,7 +483,7 @@ def _initial_params(problem: Problem, topology: Topology) -> Floats:
 
 
 def _root_mean_square(vectors: Floats) -> float:
-    """Of the lengths of the rows."""
+    """Root mean square of the rows' lengths."""
     return float(np.sqrt((vectors**2).sum(axis=1).mean()))
 
 

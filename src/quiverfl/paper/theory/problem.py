@@ -82,7 +82,7 @@ class Problem:
 
     @cached_property
     def curvatures(self) -> Floats:
-        """h: from 1/2 to 1, dealt out at random."""
+        """h: from 1/2 to 1, assigned at random."""
         spread = np.linspace(0.5, 1.0, self.clients)
         return stream(self.seed, "theory-curvatures").permutation(spread)
 
@@ -184,7 +184,7 @@ def _identity_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 METHOD = DFedPGP(personal_epochs=1, shared_epochs=2)
-"""K_v = 1 and K_u = 2: here an epoch is one step."""
+"""Epochs per phase, K_v = 1 and K_u = 2; an epoch is one step here."""
 
 
 def make_training(problem: Problem, length: float) -> Training:

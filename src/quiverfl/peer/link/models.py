@@ -28,7 +28,7 @@ from quiverfl.types import AnyArray
 
 SNAPSHOT = "offer-"
 FRESH_SECONDS = 60.0
-"""A younger snapshot serves whoever asks next."""
+"""A younger snapshot is sent again to the next newcomer."""
 QUEUE = 16
 
 Send = Callable[[bytes], Awaitable[None]]

@@ -63,7 +63,7 @@ def embed_json(content: Any) -> Markup:
 
 
 def inline_svg(figure: Figure, title: str, name: str) -> Markup:
-    """The figure with a title for those who cannot see it.
+    """The figure with a title for screen readers.
 
     `name` must be unique in the page: it keeps the ids of several figures apart.
     """

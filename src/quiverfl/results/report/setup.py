@@ -64,7 +64,7 @@ def topology_section(groups: Sequence[Group]) -> Markup:
 
 
 def _over_time(groups: Sequence[Group]) -> list[Markup]:
-    """Of graphs that depend on the run: whether they stayed connected, one line for each run."""
+    """One line for each run with adaptive graphs: whether they stayed connected."""
     watches = [
         (group.label, run, check_recorded_graphs(run)) for group in groups for run in group.runs
     ]
