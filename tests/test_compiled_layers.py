@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import quiverfl as qv
 import quiverfl.support.compiler as library
-from compilers import environment, no_compiler
+from compilers import environment, mutated, no_compiler, run_sanitized
 from quiverfl.errors import QuiverError, QuiverWarning
 from quiverfl.models import compiled as compiled_layers
 from quiverfl.models.networks import TwoConvolutions, cnn_small, lenet5
@@ -404,3 +404,101 @@ def test_without_a_home_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Path, "home", homeless)
     with environment(XDG_CACHE_HOME=""):
         assert "XDG_CACHE_HOME" in str(why_not_compiled(*SOURCE))
+
+
+MUTANTS = {
+    "no relu": ("M off = best <= 0;", "M off = best <= -1e9f;"),
+    "what relu stopped passes its gradient": ("count += chosen[i] != OFF", "count++"),
+    "a bias of the last block alone": ("of_bias[c] += sum_of", "of_bias[c] = sum_of"),
+    "the pixel below for the one beside": (
+        "s->inputs, line, line + s->inputs, 0}",
+        "line, s->inputs, line + s->inputs, 0}",
+    ),
+    "rows of the kernel in another order": (
+        "turned[c * kernel + k / K * kernel_line + k % K * inputs + input] =",
+        "turned[c * kernel + (K - 1 - k / K) * kernel_line + k % K * inputs + input] =",
+    ),
+    "the sides are not left free": (
+        "((y + m->side) * columns + m->side) * LANES",
+        "y * columns * LANES",
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mistake_in_the_c_is_found(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_layers._load_compiled.cache_clear()
+    with (
+        mutated(monkeypatch, tmp_path, "conv_pool_relu.c", *MUTANTS[mutant]),
+        pytest.raises(AssertionError),
+    ):
+        test_outputs_and_gradients_are_pytorchs((3, 16, 20), (7, 9), 2, 33)
+    compiled_layers._load_compiled.cache_clear()
+
+
+SANITIZED = r"""
+#include <stdio.h>
+#include <stdlib.h>
+
+static float draw(void) { return (float)rand() / RAND_MAX - 0.5f; }
+static float *floats(int64_t count) {
+  float *found = malloc(count * sizeof *found);
+  for (int64_t i = 0; i < count; i++) found[i] = draw();
+  return found;
+}
+
+static int64_t inputs, outputs, height, width, side, samples, high, wide, blocks;
+
+static void back(const float *in, const void *numbers, const float *scale, const float *shift,
+                 const float *weights, const uint8_t *chosen, float *of_in) {
+  float *gradient = floats(samples * outputs * high * wide), *of_bias = floats(outputs);
+  float *of_weights = floats(outputs * inputs * K * K);
+  float *work = floats(workspace(inputs, outputs, height, width));
+  conv_pool_relu_backward(in, numbers, scale, shift, weights, gradient, chosen, of_weights, of_bias,
+                          of_in, work, inputs, outputs, height, width, side, samples,
+                          outputs * high * wide, high * wide, wide, 1);
+  free(gradient), free(of_bias), free(of_weights), free(work);
+}
+
+int main(void) {
+  int64_t shapes[][6] = {{3, 6, 32, 32, 0, 20}, {1, 4, 12, 12, 0, 16}, {2, 5, 17, 19, 0, 1},
+                         {3, 7, 20, 24, 2, 33}, {40, 3, 6, 7, 0, 5},   {1, 1, 9, 9, 2, 17}};
+  for (int i = 0; i < 6; i++) {
+    inputs = shapes[i][0], outputs = shapes[i][1], height = shapes[i][2], width = shapes[i][3];
+    side = shapes[i][4], samples = shapes[i][5], blocks = (samples + LANES - 1) / LANES;
+    high = (height - K + 1) / 2, wide = (width - K + 1) / 2;
+    int64_t line = (width - 2 * side) * inputs, pixels = samples * (height - 2 * side) * line;
+    int64_t results = blocks * outputs * high * wide * LANES;
+    float *weights = floats(outputs * inputs * K * K), *bias = floats(outputs);
+    float *images = floats(pixels), *scale = floats(line), *shift = floats(line);
+    uint8_t *bytes = malloc(pixels), *chosen = malloc(results);
+    for (int64_t j = 0; j < pixels; j++) bytes[j] = (uint8_t)rand();
+    float *out = floats(results), *work = floats(first_workspace(inputs, height, width));
+    first_conv_pool_relu(images, NULL, NULL, weights, bias, out, chosen, work, inputs, outputs,
+                         height, width, side, samples);
+    back(NULL, images, NULL, NULL, weights, chosen, NULL);
+    first_conv_pool_relu(bytes, scale, shift, weights, bias, out, chosen, work, inputs, outputs,
+                         height, width, side, samples);
+    back(NULL, bytes, scale, shift, weights, chosen, NULL);
+    float *in = floats(blocks * inputs * height * width * LANES);
+    float *of_in = floats(samples * image_room(inputs, height, width));
+    conv_pool_relu(in, weights, bias, out, chosen, inputs, outputs, height, width, blocks);
+    side = 0;
+    back(in, NULL, NULL, NULL, weights, chosen, of_in);
+    free(weights), free(bias), free(images), free(scale), free(shift), free(bytes), free(chosen);
+    free(out), free(work), free(in), free(of_in);
+  }
+  printf("finished\n");
+  return 0;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_nothing_is_read_or_written_outside_of_what_is_given(tmp_path: Path) -> None:
+    run_sanitized(tmp_path, "conv_pool_relu.c", "-ffp-contract=fast", SANITIZED)

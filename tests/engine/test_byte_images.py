@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import quiverfl as qv
+from compilers import mutated, run_sanitized
 from quiverfl.data.augmentation import AUGMENTATIONS, CropFlip, Normalize
 from quiverfl.data.federated import FederatedData
 from quiverfl.engine.local.byte_images import SOURCE, ByteImages
@@ -199,3 +201,76 @@ def test_an_image_that_is_not_there_is_refused() -> None:
     for place in (-1000, 60):
         with pytest.raises(IndexError):
             found.take(torch.tensor([[0, place]]), None)
+
+
+MUTANTS = {
+    "two pixels change places": ("{13, 14, 15, 10, 11, 12,", "{10, 11, 12, 13, 14, 15,"),
+    "down for right": ("c->keys[i] >> FIELD) : c->side", "c->keys[i]) : c->side"),
+    "one place fewer": ("(uint64_t)(2 * c->side + 1)", "(uint64_t)(2 * c->side)"),
+    "another bit for the flip": ("c->keys[i] >> 63", "c->keys[i] >> 62 & 1"),
+    "the line before": ("line += broad * channels, out", "line += (broad - 1) * channels, out"),
+}
+
+
+@pytest.mark.skipif(why_not_compiled(*SOURCE) is not None, reason=str(why_not_compiled(*SOURCE)))
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mistake_in_the_c_is_found(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of the compiled pass against floats taken step by step."""
+    with mutated(monkeypatch, tmp_path, "byte_images.c", *MUTANTS[mutant]):
+        data, cpu, last = images(CropFlip()), torch.device("cpu"), torch.channels_last
+        plain = Examples(data.train, data, torch.float32, cpu)
+        bytes_ = Examples(data.train, data, torch.float32, cpu).laid_out(last, as_bytes=True)
+        rows, samples = np.array([2, 0]), np.random.default_rng(1).integers(0, 20, (2, 40))
+        keys = key_hashes(5, "augment", np.arange(80).reshape(2, 40))
+        raw, _ = bytes_.gather(rows, samples, keys)
+        assert isinstance(raw, torch.Tensor)
+        assert bytes_.byte_factors is not None
+        scale, shift = (factor[:3].view(-1, 1, 1) for factor in bytes_.byte_factors)
+        floats = raw.to(torch.float32) * scale + shift
+        assert not torch.equal(floats, plain.gather(rows, samples, keys)[0])
+
+
+SANITIZED = r"""
+#include <stdio.h>
+#include <stdlib.h>
+
+int main(void) {
+  int64_t tried = 0;
+  for (int64_t channels = 1; channels <= 4; channels++)
+    for (int64_t side = 0; side <= 4; side += 2)
+      for (int64_t width = 1; width <= 33; width += 4) {
+        int64_t tall = 5 + 2 * side, broad = width + 2 * side, count = 40, number = 3;
+        int64_t size = 5 * width * channels;
+        uint8_t *images = malloc(number * tall * broad * channels), *bytes = malloc(count * size);
+        float *floats = malloc(count * size * sizeof *floats);
+        float *scale = calloc(width * channels, sizeof *scale);
+        float *shift = calloc(width * channels, sizeof *shift);
+        int64_t *places = malloc(count * sizeof *places);
+        uint64_t *keys = malloc(count * sizeof *keys);
+        for (int64_t i = 0; i < number * tall * broad * channels; i++) images[i] = (uint8_t)rand();
+        for (int64_t i = 0; i < count; i++) {
+          places[i] = i % number;
+          keys[i] = i == 0 ? ~0ull : (uint64_t)rand() << 33 ^ (uint64_t)rand();
+        }
+#define GIVEN_(keys) images, places, keys, count, number, tall, broad, channels, side, 1
+        tried += cuts(bytes, GIVEN_(keys)) + crops(floats, scale, shift, GIVEN_(keys));
+        tried += cuts(bytes, GIVEN_(NULL)) + crops(floats, scale, shift, GIVEN_(NULL));
+        places[7] = number;
+        if (cuts(bytes, GIVEN_(keys)) || crops(floats, scale, shift, GIVEN_(keys))) return 2;
+        places[7] = -1;
+        if (cuts(bytes, GIVEN_(keys)) || crops(floats, scale, shift, GIVEN_(keys))) return 2;
+        free(images), free(bytes), free(floats), free(scale), free(shift), free(places), free(keys);
+      }
+  printf("finished\n");
+  return tried == 4 * 4 * 3 * 9 ? 0 : 1;
+}
+"""
+
+
+@pytest.mark.skipif(why_not_compiled(*SOURCE) is not None, reason=str(why_not_compiled(*SOURCE)))
+@pytest.mark.slow
+def test_nothing_is_read_or_written_outside_of_what_is_given(tmp_path: Path) -> None:
+    run_sanitized(tmp_path, "byte_images.c", SOURCE[1], SANITIZED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import quiverfl as qv
-from compilers import no_compiler
+from compilers import mutated, no_compiler, run_sanitized
 from quiverfl.engine.exchange import quantized as quantized_mixing
 from quiverfl.engine.exchange.compression import CompressionStage, subtract_identity
 from quiverfl.engine.exchange.exchange import Exchange
@@ -297,3 +298,81 @@ def test_many_neighbours_stay_with_the_dense_product(monkeypatch: pytest.MonkeyP
     graph = qv.random_push(8, 5)(0)
     monkeypatch.setattr(quantized_mixing, "_by_c", pytest.fail)
     mix_coded(subtract_identity(graph), numbers_of(8, BLOCK), coded(graph, CODERS[0], BLOCK))
+
+
+MUTANTS = {
+    "no half of a random step": (" + 0x1p-17f", ""),
+    "steps without rounding to bfloat16": ("float scale = bfloat16(", "float scale = ("),
+    "who is silent sends": ("e->silent[client] ? 0 :", "0 ? 0 :"),
+    "another row of random numbers": (
+        "row : row - e->random_rows) * BLOCK",
+        "row : row - e->random_rows + 1) * BLOCK",
+    ),
+    "the last numbers of a row": ("i < width; i++) x[i] +=", "i < width - 1; i++) x[i] +="),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_pass_with_other_bits_is_found(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare() -> None:
+        several = away(2 * ROWS + 1)  # groups, whose rows of random numbers begin anew
+        for graph in (qv.random_pull(60, 2, seed=1)(0), several):
+            leaf = numbers_of(graph.clients, 2 * BLOCK + 5)
+            assert_alike(graph, leaf, coded(graph, CODERS[0], 2 * BLOCK + 5))
+        test_numbers_at_the_edge_of_rounding(CODERS[0])
+
+    with (
+        mutated(monkeypatch, tmp_path, "quantized_mixing.c", *MUTANTS[mutant]),
+        pytest.raises(AssertionError),
+    ):
+        compare()
+
+
+SANITIZED = r"""
+#include <stdio.h>
+#include <stdlib.h>
+
+int main(void) {
+  for (int64_t clients = 1; clients < 40; clients += 6)
+    for (int64_t columns = 1; columns < 300; columns += 31)
+      for (int random = 0; random < 2; random++) {
+        int64_t stride = columns + 3, blocks = (columns + BLOCK - 1) / BLOCK, rows_ = 8, groups = 2;
+        int64_t size = clients * stride - 3;
+        float *rows = malloc(size * sizeof *rows), *weights = malloc(3 * clients * sizeof *weights);
+        int32_t *starts = malloc((clients + 1) * sizeof *starts);
+        int32_t *senders = malloc(3 * clients * sizeof *senders);
+        uint8_t *silent = malloc(clients);
+        uint16_t *draws = malloc(rows_ * BLOCK * sizeof *draws);
+        int64_t *turns = malloc(blocks * groups * sizeof *turns);
+        int64_t *group_of = malloc(clients * sizeof *group_of);
+        int64_t *place_of = malloc(clients * sizeof *place_of);
+        int8_t *codes = malloc(clients * BLOCK);
+        float *scales = malloc(clients * sizeof *scales);
+        for (int64_t i = 0; i < size; i++) rows[i] = (float)(rand() % 2000 - 1000);
+        if (size > 5) rows[5] = NAN, rows[1] = INFINITY;
+        for (int64_t i = 0; i < rows_ * BLOCK; i++) draws[i] = (uint16_t)rand();
+        for (int64_t i = 0; i < 3 * clients; i++) senders[i] = i * 7 % clients, weights[i] = 0.25f;
+        for (int64_t i = 0; i <= clients; i++) starts[i] = i == 0 ? 0 : 3 * i - 2;
+        for (int64_t i = 0; i < blocks * groups; i++) turns[i] = i % rows_;
+        for (int64_t i = 0; i < clients; i++)
+          silent[i] = i % 5 == 4, group_of[i] = i % groups, place_of[i] = i % rows_;
+        Exchange e = {rows,  clients, stride, columns, starts,   senders,  weights, silent,
+                      random ? draws : NULL, rows_, turns, groups, group_of, place_of, 1 / 127.0f};
+        mix_quantized(&e, 0, blocks, codes, scales);
+        free(rows), free(weights), free(starts), free(senders), free(silent), free(draws);
+        free(turns), free(group_of), free(place_of), free(codes), free(scales);
+      }
+  printf("finished\n");
+  return 0;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_nothing_is_read_or_written_outside_of_what_is_given(tmp_path: Path) -> None:
+    run_sanitized(tmp_path, "quantized_mixing.c", "-ffp-contract=off", SANITIZED)
