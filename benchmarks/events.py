@@ -68,7 +68,7 @@ def measure(clients: int, speeds: str) -> Cost:
     """Repeats in turns: a stretch of four mean rounds, then a round."""
     made = make_experiment(clients).simulation
     devices = Devices.draw(clients, step=0.1, up=1e7, latency=0.05, **SPREADS[speeds])
-    timing = qv.Timing(devices, waits="nobody", until=1e3)
+    timing = qv.Timing(devices, waits="nobody", until=100.0)
     shard, other = made.shard(), made.shard()
     exchange = made.exchange(other)
     player = make_player(timing, shard, made.topology, made._steps)

@@ -76,10 +76,13 @@ def test_equal_speeds_and_no_latency_are_the_synchronous_run(method: dict[str, A
     assert (run.rounds[sent] == wanted.rounds[sent]).all(axis=None)
 
 
-def made(waits: str, executor: str = "sequential", until: float = 8.0, **clock: Any) -> Any:
+def made(
+    waits: str, executor: str = "sequential", until: float = 8.0, hidden: int = 8, **clock: Any
+) -> Any:
     method = BASE["method"] if waits == "nobody" else {"name": "dfedavgmp"}
     topology = BASE["topology"] if waits == "nobody" else {}
     tree = {**BASE, **UNEQUAL, "method": method, "topology": topology}
+    tree["model"] = {"name": "mlp", "hidden": [hidden]}
     tree["run"] = {**BASE["run"], "executor": executor}
     return qv.Experiment.of({**tree, "clock": {"waits": waits, "until": until, **clock}}).simulation
 
@@ -96,10 +99,13 @@ def play(simulation: Any, cuts: list[float], together: bool) -> tuple[Shard, Pla
     return shard, player
 
 
-@pytest.mark.parametrize("executor", ["sequential", "vectorized"])
+@pytest.mark.parametrize(
+    ("executor", "hidden"),
+    [("sequential", 8), ("sequential", 5), ("vectorized", 8)],  # 5 fill no vector
+)
 @pytest.mark.parametrize("waits", ["nobody", "pairs"])
-def test_batches_and_evaluations_change_no_bit(waits: str, executor: str) -> None:
-    simulation = made(waits, executor)
+def test_batches_and_evaluations_change_no_bit(waits: str, executor: str, hidden: int) -> None:
+    simulation = made(waits, executor, hidden=hidden)
     (first, one), *others = [
         play(simulation, cuts, together)
         for cuts, together in (([4.0], False), ([4.0], True), ([1.7, 3.1, 4.0], True))

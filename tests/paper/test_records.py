@@ -77,6 +77,7 @@ TABLES = {
 RUNS = {
     **TABLES,
     "graphs": GRAPHS,
+    "time": Runs("time", Choice(seeds=TWO_SEEDS, cases=("compute and links 10×",), values=PAPER)),
     "unreliable, more seeds": Runs("unreliable", Choice(PAIR, FOUR, values=PAPER)),
     "a smaller rate": Runs("table1", Choice(seeds=TWO_SEEDS, values=("training.lr=0.03",))),
     "an earlier race": Runs("table1", Choice(seeds=TWO_SEEDS, values=(*TUNED, *EARLIER))),
