@@ -160,6 +160,41 @@ def test_local_hands_nothing_over_so_that_a_newcomer_trains_alone() -> None:
     close(figures(run, "fitted"), after)
 
 
+def fit_to_prototypes(module: TinyModel, client: int, epochs: int, state: Any) -> None:
+    """Whole batches of equation 8 of FedProto, whose λ is 1, with the run's SGD."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+    x, y = tiny_data().train.of_client(client)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        features = module.body(x.double())
+        away = (features - state.prototypes[0][y]).square().mean(dim=1)
+        loss = torch.nn.functional.cross_entropy(module.head(features), y, reduction="none")
+        (loss + state.known[0][y] * away).mean().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+
+def test_under_fedproto_a_newcomer_gets_the_prototypes_and_trains_a_model_with_them() -> None:
+    run = run_with_unseen(qv.FedProto(epochs=1), STAR, epochs=3)
+    state = run._shard.state
+    assert bool(state.known.any())
+    before, after = [], []
+    for client in AWAY:
+        module = make_module(start_params())
+        before.append(test_loss(module, client))
+        fit_to_prototypes(module, client, 3, state)
+        after.append(test_loss(module, client))
+    close(figures(run, "unseen"), before)
+    close(figures(run, "fitted"), after)
+
+
+def test_prototypes_have_no_mean_without_a_server() -> None:
+    ring = qv.ring(clients=4)
+    assert len(figures(run_with_unseen(qv.FedProto(epochs=1), ring), "fitted")) == 2
+    with pytest.raises(QuiverError, match=r'"average": FedProto hands over prototypes, known, of'):
+        run_with_unseen(qv.FedProto(epochs=1), ring, start="average")
+
+
 def test_the_global_model_is_that_of_a_client_that_was_online() -> None:
     """Clients 0 and 1 are offline in the last round, and keep an older model of the server."""
 
@@ -289,7 +324,7 @@ def test_what_a_method_sends_is_found_out(method: Any) -> None:
 ONE_EACH = {row[0].name: row for row in METHODS}
 
 
-@pytest.mark.parametrize("name", sorted(ONE_EACH.keys() - {"fedproto"}))
+@pytest.mark.parametrize("name", sorted(ONE_EACH))
 def test_every_method_has_both_numbers(name: str) -> None:
     method, graphs = ONE_EACH[name]
     unused = {key: getattr(qv.Training(), key) for key in method.unused}
@@ -425,9 +460,29 @@ def test_bad_input_is_one_sentence(data: dict[str, Any], words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_work_is_refused_before_the_first_round(tmp_path: Path) -> None:
+SILENT = """
+from dataclasses import dataclass
+import quiverfl as qv
+
+@dataclass(frozen=True)
+class Silent(qv.Local):
+    name, title, topology = "silent", "Silent", "star"
+
+    def message(self, state):
+        return {"n": state.u.new_ones(())}
+
+    def merge(self, state, mixed):
+        return state
+"""
+
+
+def test_what_cannot_work_is_refused_before_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unseen_method.py").write_text(SILENT)
+    monkeypatch.syspath_prepend(tmp_path)
     for sections, words in (
-        ({"method": {"name": "fedproto"}}, "FedProto sends no parameters"),
+        ({"method": {"name": "unseen_method:Silent"}}, "Silent sends no parameters"),
         (
             {"privacy": {"name": "update"}, "topology": {"name": "random_push", "neighbors": 2}},
             "would carry no noise",

@@ -3,6 +3,9 @@
 It is handed what participants send: the shared part of a model, or all of it where the method sends
 all; from a server, the global model. What is not sent it starts afresh, as a client does in the
 first round. It fits that part on its own training data and is tested before and after.
+
+Where a method sends no parameters, it is handed what all clients have a copy of, such as FedProto's
+prototypes, and fits a fresh model as the method trains one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from quiverfl.engine.history import Recorder
 from quiverfl.engine.local.context import ClientGroup, PhaseIndex
 from quiverfl.engine.local.examples import Examples
 from quiverfl.engine.local.trainer import Trainer
+from quiverfl.engine.local.vmap import vmap_params
 from quiverfl.engine.settings import RunSettings, is_evaluated
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.start import initial_states
@@ -32,7 +36,7 @@ from quiverfl.engine.states import take_rows, to_device
 from quiverfl.errors import Diverged, QuiverError
 from quiverfl.methods.contract import Method, Train
 from quiverfl.methods.optional import adaptation_phase
-from quiverfl.methods.state import select_fields
+from quiverfl.methods.state import replicated_fields, select_fields
 from quiverfl.seeds import stream
 from quiverfl.task import Params, Task
 from quiverfl.topologies.topology import Topology, find_offline
@@ -80,6 +84,16 @@ class UnseenClients:
         own = Params(*torch.vmap(shard.method.personal)(fresh))
         self._fresh: Params = to_device(own, context.device)
         self._sent = find_sent_parts(shard.method, probe)
+        self._copies = find_copies(shard.method, task, self._sent, type(fresh))
+        """Fields of a state that are handed over in place of parameters."""
+        self._fresh_state: Any = to_device(fresh, context.device) if self._copies else None
+        self._find_model = vmap_params(shard.method.personal)
+        if self._copies and unseen.start == "average" and not graphs(0, shard.view).hub:
+            raise QuiverError(
+                f'data.unseen_start = "average": {shard.method.title} hands over '
+                f"{', '.join(self._copies)}, of which there is no mean without a server: choose "
+                '"random" or "nearest".'
+            )
         self._phase = choose_fit(shard.method, task, unseen, self._sent)
         self._trainer = Trainer.prepare(self._context, shard.method.personal, [self._phase])
 
@@ -91,18 +105,18 @@ class UnseenClients:
 
     def test(self, round: int, recorder: Recorder) -> None:
         """Record stage `unseen`, as handed over, and stage `fitted`."""
-        (shared, personal), statistics = self._hand_over(round)
+        start, statistics = self._hand_over(round)
         before: Metrics = {}
         after: Metrics = {}
 
         def test_group(group: ClientGroup) -> None:
-            params = Params(shared[group.rows], personal[group.rows])
+            state = take_rows(start, group.rows)
             if statistics is not None:
                 self._context.programs.open_client(None, statistics[group.rows].clone())
-            self._record(before, params, group, round)
+            self._record(before, self._model(state), group, round)
             index = PhaseIndex(0, ADAPT)  # the first round's rate: they have not trained yet
-            fitted, *_ = self._trainer.train(self._phase, params, group, index)
-            self._record(after, Params(*fitted), group, round)
+            fitted, *_ = self._trainer.train(self._phase, state, group, index)
+            self._record(after, self._model(fitted), group, round)
 
         rows = np.arange(len(self._ids))
         world = LocalWorld(self._ids, self._unseen.data.train.sizes)
@@ -121,8 +135,19 @@ class UnseenClients:
         for name, values in metrics.items():
             known.setdefault(name, np.full(len(self._ids), np.nan))[group.rows] = values
 
-    def _hand_over(self, round: int) -> tuple[Params, Tensor | None]:
-        """The models they begin with, stacked, and their running statistics if there are any."""
+    def _model(self, state: Any) -> Params:
+        """The models of what is trained: themselves, or those in the method's states."""
+        return self._find_model(state) if self._copies else Params(*state)
+
+    def _hand_over(self, round: int) -> tuple[Any, Tensor | None]:
+        """What they begin with, stacked, and their running statistics if there are any."""
+        if self._fresh_state is not None:
+            chosen = self._choose(round)
+            assert chosen is not None  # of copies there is no average
+            theirs = to_device(take_rows(self._shard.state, chosen), self._context.device)
+            copies = {name: getattr(theirs, name) for name in self._copies}
+            begun = self._fresh_state._replace(**copies)
+            return begun, self._hand_over_statistics(None, fresh=True)
         if not any(self._sent):
             return self._fresh, self._hand_over_statistics(None, fresh=True)
         chosen = self._choose(round)
@@ -239,8 +264,10 @@ def check_unseen(
             'data.unseen_part = "personal", and nothing in this model is personal: name a part, '
             'such as model.personal = ["head"], or set unseen_part = "whole".'
         )
-    sent = find_sent_parts(method, ModelProbe.from_data(task, data, settings.dtype))
-    if not any(sent) and method.topology != "isolated":
+    probe = ModelProbe.from_data(task, data, settings.dtype)
+    sent = find_sent_parts(method, probe)
+    nothing = not any(sent) and method.topology != "isolated"
+    if nothing and not find_copies(method, task, sent, type(probe.first_state(method))):
         raise QuiverError(
             f"data.unseen: {method.title} sends no parameters that its state declares Shared or "
             "Personal, so a client that comes later would be handed nothing. Leave data.unseen "
@@ -268,11 +295,29 @@ def _is_sent(method: Method, state: Any, name: str) -> bool:
     return any(bool(part.isnan().any()) for part in method.message(marked).values())
 
 
+def find_copies(method: Method, task: Task, sent: tuple[bool, bool], kind: type) -> tuple[str, ...]:
+    """What all clients have a copy of, where no parameters are sent and one phase trains a model.
+
+    Such as FedProto's prototypes.
+    """
+    trains = [phase for phase in method.phases(task) if isinstance(phase, Train)]
+    if any(sent) or method.topology == "isolated" or len(trains) != 1:
+        return ()
+    return tuple(replicated_fields(kind))
+
+
 def choose_fit(method: Method, task: Task, unseen: Unseen, sent: tuple[bool, bool]) -> Train[Any]:
-    """The method's own fine-tuning, or training of what it does not send."""
+    """The method's own fine-tuning, or training of what it does not send.
+
+    Its own training where it sends no parameters at all.
+    """
     own = adaptation_phase(method, task)
     if own is not None and unseen.part is None:
         return own if unseen.epochs is None else replace(own, epochs=unseen.epochs, steps=None)
+    if not any(sent) and method.topology != "isolated":
+        (trained,) = (phase for phase in method.phases(task) if isinstance(phase, Train))
+        epochs = EPOCHS if unseen.epochs is None else unseen.epochs
+        return replace(trained, part=unseen.part or trained.part, epochs=epochs, steps=None)
     keeps = sent == (True, False) and task.personal_layout.size > 0
     part = unseen.part or ("personal" if keeps else "whole")
     return Train(
