@@ -28,7 +28,7 @@ from quiverfl.engine.history import Recorder
 from quiverfl.engine.local.context import ClientGroup, PhaseIndex
 from quiverfl.engine.local.examples import Examples
 from quiverfl.engine.local.trainer import Trainer
-from quiverfl.engine.local.vmap import vmap_params
+from quiverfl.engine.local.vmap import vmap_clients
 from quiverfl.engine.settings import RunSettings, is_evaluated
 from quiverfl.engine.shard import Shard
 from quiverfl.engine.start import initial_states
@@ -87,7 +87,7 @@ class UnseenClients:
         self._copies = find_copies(shard.method, task, self._sent, type(fresh))
         """Fields of a state that are handed over in place of parameters."""
         self._fresh_state: Any = to_device(fresh, context.device) if self._copies else None
-        self._find_model = vmap_params(shard.method.personal)
+        self._find_model = vmap_clients(shard.method.personal)
         if self._copies and unseen.start == "average" and not graphs(0, shard.view).hub:
             raise QuiverError(
                 f'data.unseen_start = "average": {shard.method.title} hands over '
