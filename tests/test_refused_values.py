@@ -173,6 +173,18 @@ PYTHON: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make_devices(DeviceSettings(file="a.csv"), NetworkSettings(up=5.0), 6, 0),
         "network.up and devices.file",
     ),
+    "a seed that is text": (lambda: qv.random_push(6, 2, seed="a"), "seed = 'a'"),  # type: ignore[arg-type]
+    "no seed of who takes part": (
+        lambda: qv.participating(qv.ring(5), 0.5, seed=None),  # type: ignore[arg-type]
+        "participation_seed = None",
+    ),
+    "more clients than memory": (lambda: qv.ring(10**12), "clients = 1,000,000,000,000: no graph"),
+    "adapters for a number": (lambda: qv.lora(5), "lora: a int is not an nn.Module"),  # type: ignore[arg-type]
+    "a number for a shape": (
+        lambda: qv.make_model("mlp", 8, 3),  # type: ignore[arg-type]
+        "input_shape = 8: give the shape",
+    ),
+    "a model of no class": (lambda: qv.make_model("mlp", (8,), 0), "classes = 0"),
     "a list for the path of data": (
         lambda: load_dataset("table", path=[1]),  # type: ignore[arg-type]
         "data.options.path = [1]: write a path as text",

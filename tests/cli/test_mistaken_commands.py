@@ -245,3 +245,19 @@ def test_a_finished_run_starts_no_ranks(here: Path, monkeypatch: pytest.MonkeyPa
 
 def test_one_round_is_no_plural(here: Path) -> None:
     assert "1 round\n" in quiver("run", "small.toml", "--dry-run", cwd=here).stdout
+
+
+@pytest.mark.parametrize("command", ["export", "resume"])
+def test_a_damaged_partition_is_named(here: Path, command: str) -> None:
+    assert quiver("run", "small.toml", "--out", "run", "--quiet", cwd=here).returncode == 0
+    (here / "run" / "partition.npz").write_bytes(b"abc")
+    assert "run/partition.npz is damaged" in refused(here, command, "run", *QUIETLY[command])
+
+
+QUIETLY: dict[str, list[str]] = {"export": [], "resume": ["--quiet"]}
+
+
+def test_a_folder_that_describes_no_run(here: Path) -> None:
+    assert quiver("run", "small.toml", "--out", "run", "--quiet", cwd=here).returncode == 0
+    (here / "run" / "config.json").write_text("{}")
+    assert "run/config.json describes no run" in refused(here, "show", "run")

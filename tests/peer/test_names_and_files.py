@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quiverfl.errors import QuiverError
+from quiverfl.peer.link.identity import Identity
 from quiverfl.peer.link.roster import ROSTER, LiveRoster, Roster
 
 from .swarm import make_folders
@@ -108,3 +109,59 @@ def test_a_member_that_is_missing_in_the_roster_is_revoked(tmp_path: Path) -> No
     assert [after.member(m.name) for m in (second, third)] == [second, third]
     before.write(folder / ROSTER)
     assert live.refresh() == before
+
+
+def test_an_address_is_refused_under_its_own_option(tmp_path: Path) -> None:
+    quiver("certs", "init", tmp_path / "ca", "--run", "trial", "--peer", f"north={ADDRESS}")
+    with pytest.raises(QuiverError, match=r"--address 'east': write HOST:PORT"):
+        quiver("certs", "issue", tmp_path / "ca", "east", "--address", "east")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "the roster .* does not say run: write it in"),
+        (b'run = "trial"\npeers = 5\n', "unknown key peers: leave it out"),
+        (b'run = "trial"\npeer = 5\n', "peer = 5: input should be"),
+        (b"\xff\xfe", "is not UTF-8: save it as UTF-8"),
+    ],
+)
+def test_a_damaged_roster_is_one_sentence(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / ROSTER
+    path.write_bytes(content)
+    with pytest.raises(QuiverError, match=words) as caught:
+        Roster.read(path)
+    assert "\n" not in str(caught.value)
+    assert "pydantic" not in str(caught.value)
+
+
+def test_a_roster_as_windows_writes_it(tmp_path: Path) -> None:
+    folder = make_folders(tmp_path, 2)[0]
+    path = folder / ROSTER
+    before = Roster.read(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert Roster.read(path) == before
+
+
+def test_a_damaged_certificate_or_key_is_named(tmp_path: Path) -> None:
+    folder = make_folders(tmp_path, 2)[0]
+    whole = Identity.read(folder)
+    for name in ("cert.pem", "ca.pem"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(b"")
+        with pytest.raises(QuiverError, match=f"{name}: not a certificate in PEM form"):
+            Identity.read(folder)
+        (folder / name).write_bytes(before)
+    (folder / "key.pem").write_bytes(b"x")
+    with pytest.raises(QuiverError, match=r"key\.pem is not a private key in PEM form"):
+        Identity.read(folder).sign(b"text")
+    assert whole.sign(b"text")
+
+
+def test_a_certificate_is_not_valid_for_ages(tmp_path: Path) -> None:
+    member = tmp_path / "north"
+    quiver("certs", "init", tmp_path / "ca", "--run", "trial")
+    quiver("certs", "request", member, "--run", "trial", "--address", ADDRESS)
+    request = member / "request.pem"
+    said = quiver("certs", "approve", tmp_path / "ca", request, "--days", "1e9", code=2)
+    assert "--days" in said

@@ -94,7 +94,9 @@ def certs_request(
 def certs_approve(
     authority: Authority,
     requests: Annotated[list[Path], typer.Argument(help="The request.pem of each peer.")],
-    days: Annotated[float, typer.Option(min=0.01, help="Days that certificates are valid.")] = 365,
+    days: Annotated[
+        float, typer.Option(min=0.01, max=36_500, help="Days that certificates are valid.")
+    ] = 365,
     replace_key: Annotated[
         bool, typer.Option(help="Take a key that the peer's old one has not signed: it was lost.")
     ] = False,
@@ -141,6 +143,10 @@ def certs_issue(
     roster = Roster.read(authority / ROSTER)
     if name in roster.names:
         raise QuiverError(f"{name!r} is in the roster: quiver peer certs rotate renews its key.")
+    if ":" not in address and address != "dials-out":
+        raise QuiverError(
+            f"--address {address!r}: write HOST:PORT, or dials-out if nobody can call it."
+        )
     name, address = _parse_member(f"{name}={address}")
     check_relay(name, address, relay)
     key = issue_certificate(authority, name, authority / name)

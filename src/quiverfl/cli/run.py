@@ -301,6 +301,7 @@ def run_and_print(
     if json_:
         print(json.dumps(summary))
         return
+    untested, clients = _count_untested(folder)
     console = Console(emoji=False)
     unseen = summary.get("unseen", {}).get("stages", {})
     for stage, reports in {**summary["stages"], **unseen}.items():
@@ -309,7 +310,6 @@ def run_and_print(
             f"last round, stage {stage}: {summary['metric']} {last['mean']:.4f} ± "
             f"{last['std']:.4f}, worst 10 % of clients {last['worst10']:.4f}"
         )
-    untested, clients = _count_untested(folder)
     if untested:
         console.print(f"{untested} of {clients} clients have no test data and are in no mean.")
     console.print(f"run folder: [bold]{folder}[/bold]", soft_wrap=True)
@@ -319,8 +319,10 @@ def _count_untested(folder: Path) -> tuple[int, int]:
     """How many clients have no test data, and how many there are."""
     import numpy as np
 
-    with np.load(folder / "partition.npz") as partition:
-        sizes = np.diff(partition["test_offsets"])
+    from quiverfl.results.run_files import read_partition
+
+    offsets = read_partition(folder / "partition.npz").get("test_offsets", np.zeros(1, np.int64))
+    sizes = np.diff(offsets)
     return int((sizes == 0).sum()), len(sizes)
 
 

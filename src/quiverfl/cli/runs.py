@@ -78,7 +78,10 @@ def show(
         raise QuiverError(f"{folder}: no such folder. `quiver ls` lists the runs below runs/.")
     if not is_run(folder):
         raise QuiverError(f"{folder} is not a run folder: `quiver ls {folder}` lists those below.")
-    (one,) = RunFinder(folder).read()
+    found = RunFinder(folder).read()
+    if len(found) != 1:
+        raise QuiverError(f"{folder}/config.json describes no run: put it back, or run it again.")
+    one = found[0]
     if one.run is None:
         raise QuiverError(one.error)
     if json_:

@@ -36,6 +36,13 @@ PRETRAINED = "pretrained"
 def make_model(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
     """A fresh model by its name in MODELS, or your own by `module:function`."""
     factory = check_model(name, options)
+    if isinstance(input_shape, int | float | str):
+        raise QuiverError(
+            f"make_model: input_shape = {input_shape!r}: give the shape of one input, such as "
+            "(3, 32, 32)."
+        )
+    if isinstance(classes, int) and classes < 1:
+        raise QuiverError(f"make_model: classes = {classes!r}: it must be a whole number ≥ 1.")
     try:
         model = factory(input_shape, classes, **options)
     except QuiverError as error:

@@ -72,6 +72,8 @@ def lora(
 
 def _choose_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Linear and attention layers by name; what is inside an attention layer belongs to it."""
+    if not isinstance(model, nn.Module):
+        raise QuiverError(f"lora: a {type(model).__name__} is not an nn.Module.")
     inside: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):

@@ -39,7 +39,7 @@ from quiverfl.peer.link.identity import (
     Identity,
 )
 from quiverfl.peer.link.messages import Manifest, canonical_hash
-from quiverfl.peer.link.roster import ROSTER, Roster, read_toml
+from quiverfl.peer.link.roster import ROSTER, Roster, read_toml, say_invalid
 from quiverfl.peer.link.wire import Name
 from quiverfl.runs.config import MethodConfig
 from quiverfl.support.output_folders import list_contents, refuse_foreign
@@ -302,9 +302,7 @@ def parse_section(kind: type[AnySection], values: Any, path: Path) -> AnySection
     try:
         return kind.model_validate(values)
     except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise QuiverError(f"{path}: {where} = {first['input']!r}: {first['msg']}.") from problem
+        raise QuiverError(say_invalid(path, problem)) from problem
 
 
 # The step of a run between peers

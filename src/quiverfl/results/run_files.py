@@ -139,7 +139,7 @@ class RunResult:
     @cached_property
     def partition_digests(self) -> Mapping[str, str]:
         """Digests of the arrays that say which samples a client has; empty if not recorded."""
-        arrays = _read_partition(self.path / "partition.npz", samples=True)
+        arrays = read_partition(self.path / "partition.npz", samples=True)
         return {
             name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
             for name, array in arrays.items()
@@ -214,7 +214,7 @@ def read_run(folder: Path) -> RunResult:
     written = read_json(folder / "config.json")
     config = _mapping(written.get("config"))
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-    partition = _read_partition(folder / "partition.npz")
+    partition = read_partition(folder / "partition.npz")
     environment = folder / "environment.json"
     title, order = _method(written)
     return RunResult(
@@ -342,7 +342,7 @@ def _modified_at(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _read_partition(path: Path, samples: bool = False) -> dict[str, npt.NDArray[Any]]:
+def read_partition(path: Path, samples: bool = False) -> dict[str, npt.NDArray[Any]]:
     """The arrays; the samples' numbers, of which there may be very many, only if asked for."""
     if not path.exists():
         return {}

@@ -20,7 +20,7 @@ from quiverfl.data.dataset import Dataset, make_stand_in
 from quiverfl.data.federated import make_federated
 from quiverfl.data.partition import Partition
 from quiverfl.errors import QuiverError
-from quiverfl.results.run_files import read_json
+from quiverfl.results.run_files import read_json, read_partition
 from quiverfl.runs.config import Config
 from quiverfl.runs.experiment import (
     Experiment,
@@ -199,10 +199,13 @@ def restore_without_data(folder: RunFolder) -> Run:
     if not isinstance(described, dict):
         return restore_run(folder)
     dataset, method = make_stand_in(described), make_method(config)
-    with np.load(folder.path / "partition.npz") as arrays:
-        clients = len(arrays["train_offsets"]) - 1
-        names = tuple(str(name) for name in arrays["names"]) if "names" in arrays else ()
-        counts = arrays["train_counts"], arrays["test_counts"]
+    path = folder.path / "partition.npz"
+    arrays = read_partition(path)
+    if not {"train_offsets", "train_counts", "test_counts"} <= arrays.keys():
+        raise QuiverError(f"{path} is missing or incomplete: put it back, or run it again.")
+    clients = len(arrays["train_offsets"]) - 1
+    names = tuple(str(name) for name in arrays["names"]) if "names" in arrays else ()
+    counts = arrays["train_counts"], arrays["test_counts"]
     rows = (np.zeros(1, dtype=np.int64),) * clients
     partition = Partition(rows, rows, *counts, names=names)
     own = None

@@ -7,6 +7,8 @@ from typing import SupportsFloat, SupportsIndex
 
 from quiverfl.errors import QuiverError
 
+MOST_CLIENTS = 1_000_000_000
+
 
 def check_whole(
     topology: str, option: str, value: object, low: int, high: int | None, why: str
@@ -25,7 +27,13 @@ def check_whole(
 
 
 def check_clients(topology: str, clients: object) -> int:
-    return check_whole(topology, "clients", clients, 1, None, "a graph needs somebody in it")
+    count = check_whole(topology, "clients", clients, 1, None, "a graph needs somebody in it")
+    if count > MOST_CLIENTS:
+        raise QuiverError(
+            f"{topology}: clients = {count:,}: no graph of more than {MOST_CLIENTS:,} fits into "
+            "memory; give fewer."
+        )
+    return count
 
 
 def check_neighbors(topology: str, neighbors: object, clients: int) -> int:

@@ -42,6 +42,10 @@ class Topology(TopologyCard):
     def __post_init__(self) -> None:
         object.__setattr__(self, "clients", python_number(self.clients))
         object.__setattr__(self, "options", python_number(self.options))
+        for name in ("seed", "participation_seed", "link_failure_seed"):
+            seed = self.options.get(name, 0)
+            if isinstance(seed, bool) or not isinstance(seed, int):
+                raise QuiverError(f"{self.name}: {name} = {seed!r}: it must be a whole number.")
 
     @classmethod
     def from_graph(cls, name: str, graph: Graph, **options: Any) -> Topology:

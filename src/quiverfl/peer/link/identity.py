@@ -58,6 +58,11 @@ class Identity:
                 f"{folder / KEY} can be read by others: a private key must be private. "
                 f"Run: chmod 600 {folder / KEY}"
             )
+        for name, pem in ((AUTHORITY_CERTIFICATE, parts[0]), (CERTIFICATE, parts[1])):
+            try:
+                parse_certificate(pem)
+            except QuiverError as problem:
+                raise QuiverError(f"{folder / name}: {problem}") from problem
         return cls(*parts)
 
     @cached_property
@@ -65,7 +70,10 @@ class Identity:
         try:
             key = serialization.load_pem_private_key(self.key, password=None)
         except (ValueError, TypeError) as problem:
-            raise QuiverError(f"{KEY} is not a private key: {problem}") from problem
+            raise QuiverError(
+                f"{KEY} is not a private key in PEM form, or is damaged: put the file back, or "
+                "make another with quiver peer certs request."
+            ) from problem
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise QuiverError(f"{KEY} is not a P-256 key: make one with quiver peer certs.")
         return key
@@ -170,7 +178,7 @@ def parse_certificate(pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem)
     except ValueError as problem:
-        raise QuiverError(f"not a certificate: {problem}.") from problem
+        raise QuiverError("not a certificate in PEM form: put the file back.") from problem
 
 
 def list_names(certificate: x509.Certificate) -> list[str]:

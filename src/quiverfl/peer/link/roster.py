@@ -72,7 +72,7 @@ class Roster:
         try:
             content = _RosterFile.model_validate(read_toml(path))
         except ValidationError as problem:
-            raise QuiverError(f"the roster {path} cannot be understood: {problem}") from problem
+            raise QuiverError(f"the roster {say_invalid(path, problem)}") from problem
         members = tuple(
             Member(m.name, m.address, tuple(m.keys), tuple(m.former), m.relay) for m in content.peer
         )
@@ -153,6 +153,17 @@ class Roster:
         return member.name
 
 
+def say_invalid(path: Path, problem: ValidationError) -> str:
+    """What is wrong with a file, in one sentence: the first of pydantic's findings."""
+    first = problem.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return f"{path} does not say {where}: write it in."
+    if first["type"] == "extra_forbidden":
+        return f"{path}: unknown key {where}: leave it out."
+    return f"{path}: {where} = {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}."
+
+
 LARGEST_TOML = 4 << 20
 MOST_DOTS = 4096
 """In one line: the time to parse a dotted key grows with the square of its parts."""
@@ -165,13 +176,15 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise QuiverError(
                 f"{path} has more than {LARGEST_TOML >> 20} MiB: no file of a run is so long."
             )
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")  # editors on Windows write a mark first
         if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
             raise QuiverError(f"{path} has a line of more than {MOST_DOTS} dots.")
         return tomllib.loads(text)
     except OSError as problem:
         raise QuiverError(f"cannot read {path}: {problem.strerror}.") from problem
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except UnicodeDecodeError as problem:
+        raise QuiverError(f"{path} is not UTF-8: save it as UTF-8.") from problem
+    except tomllib.TOMLDecodeError as problem:
         raise QuiverError(f"{path} is not valid TOML: {problem}.") from problem
     except RecursionError:
         raise QuiverError(f"{path} is not valid TOML: its arrays are nested too deep.") from None
