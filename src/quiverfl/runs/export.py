@@ -210,7 +210,7 @@ def restore_without_data(folder: RunFolder) -> Run:
     partition = Partition(rows, rows, *counts, names=names)
     own = None
     if config.task.labels == "own":
-        own = [max(1, int(np.count_nonzero(of_client))) for of_client in sum(counts)]
+        own = [max(1, int(np.count_nonzero(of_client))) for of_client in counts[0] + counts[1]]
     experiment = Experiment(
         config,
         dataset,
