@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from quiverfl.errors import QuiverError
 from quiverfl.peer.link import wire
 from quiverfl.peer.link.messages import Manifest
-from quiverfl.peer.link.wire import Announcement, Assembly, Greeting, Hello, Order, Reply, WireError
+from quiverfl.peer.link.wire import (
+    Accept,
+    Announcement,
+    Assembly,
+    Dial,
+    Greeting,
+    Hello,
+    Order,
+    Reply,
+    Ring,
+    WireError,
+)
 
 HASH = "a" * 64
 ANNOUNCEMENT = Announcement(
@@ -48,6 +59,9 @@ MESSAGES = [
     Greeting(hello=HELLO, signature="ab"),
     Reply(word="applied"),
     Order(action="evict", peer="b"),
+    Dial(target="ward-1"),
+    Ring(peer="ward-2", token="0" * 16),
+    Accept(token="0" * 16),
 ]
 
 
