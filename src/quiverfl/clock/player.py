@@ -133,7 +133,7 @@ def _find_levels(jobs: Jobs) -> Integers:
     """For each job how many must be carried out before it, one after the other."""
     level: dict[int, int] = {}
     last: dict[int, int] = {}
-    found = []
+    levels = []
     sources, begins = jobs.sources.tolist(), jobs.begins.tolist()
     rows = zip(jobs.number.tolist(), jobs.client.tolist(), begins, begins[1:], strict=False)
     for number, client, begin, end in rows:  # in the order they end, so after all that they need
@@ -143,8 +143,8 @@ def _find_levels(jobs: Jobs) -> Integers:
             if needed > highest:
                 highest = needed
         level[number] = last[client] = highest + 1
-        found.append(highest + 1)
-    return np.array(found, dtype=np.int64)
+        levels.append(highest + 1)
+    return np.array(levels, dtype=np.int64)
 
 
 class _Pool:

@@ -65,7 +65,7 @@ class Push(Schedule):
     def running(self) -> Jobs:
         everybody = np.arange(len(self._work))
         jobs = (everybody, np.ones(len(everybody)), np.zeros(len(everybody), dtype=np.int64))
-        return self._read([self._ended(*jobs)])
+        return self._read([self._describe_jobs(*jobs)])
 
     def jobs_until(self, t: int) -> Jobs:
         ended = []
@@ -95,12 +95,12 @@ class Push(Schedule):
         self.trained[clients] += self._steps[clients]
         now = self._finish[clients]
         own, gives = self._push(clients, now)
-        ended = self._ended(clients, own, gives)
+        ended = self._describe_jobs(clients, own, gives)
         self._take(clients, now)
         self._begin(clients, now)
         return ended
 
-    def _ended(self, clients: Integers, own: Floats, gives: Integers) -> _Ended:
+    def _describe_jobs(self, clients: Integers, own: Floats, gives: Integers) -> _Ended:
         columns = (self._round, self._start, self._finish, self._units)
         named = (self._number[clients], clients, *(column[clients] for column in columns))
         return _Ended((*named, gives), own, self._begins[clients], self._counts[clients])
@@ -254,10 +254,10 @@ class _Columns:
         for one in range(count) if not keeps.all() else unequal:  # not the usual case
             if one in unequal or not keeps[one]:
                 some = slice(begins[one], begins[one + 1])
-                found = _split(
+                one_split = _split(
                     int(units[one]), int(senders[one]), rows[one].tolist(), unequal.get(one)
                 )
-                parts[some], shares[some], own[one] = found
+                parts[some], shares[some], own[one] = one_split
         given = shares > 0
         counts = np.bincount(place[given], minlength=count)
         return Split(receivers[given], parts[given], shares[given], counts, own)

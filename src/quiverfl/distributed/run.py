@@ -180,8 +180,8 @@ def _run_rounds(
     if folder is None:
         prepared.simulation.run(stop=stop)
         return None
-    told = Recorders([] if recorder is None else [recorder], trackers)
-    with told.closing(), folder.record(told) as recorders:
+    listeners = Recorders([] if recorder is None else [recorder], trackers)
+    with listeners.closing(), folder.record(listeners) as recorders:
         run = prepared.simulation.run(recorders, resume, folder.write_checkpoint, stop)
     simulation = prepared.simulation
     return folder.finish(run.summary, adaptation_phase(simulation.method, simulation.task))

@@ -67,8 +67,8 @@ def evaluate_shard(shard: Shard, round: int, stage: str) -> Metrics:
         _join(own, values, np.array([row]), clients)
     if stage == "local":
         shard.local.record_metrics(own)
-    found = {name: gather(torch.from_numpy(values)).numpy() for name, values in own.items()}
-    return found if shard.members is None else shard.members.hide_absent(found)
+    gathered = {name: gather(torch.from_numpy(values)).numpy() for name, values in own.items()}
+    return gathered if shard.members is None else shard.members.hide_absent(gathered)
 
 
 def _divide(shard: Shard, rows: Integers) -> list[ClientGroup]:

@@ -155,6 +155,6 @@ class PeerContext:
         return self.store.meta("incarnation")
 
     @property
-    def changed(self) -> asyncio.Event:
+    def news(self) -> asyncio.Event:
         """Set after every commit, and whenever a neighbour said something new."""
         return self.transactions.changed

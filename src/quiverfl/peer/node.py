@@ -159,13 +159,13 @@ class Node:
     def stop(self) -> None:
         """Finish the transaction at hand, then end, as SIGTERM asks."""
         self.stopping = True
-        self.ctx.changed.set()
+        self.ctx.news.set()
 
     def leave(self) -> None:
         """Push all mass out, then end. A restarted peer goes on leaving."""
         self.store.save_meta("leaving", "yes")
         self.leaving = True
-        self.ctx.changed.set()
+        self.ctx.news.set()
 
     def fail(self, problem: QuiverError) -> None:
         self.problem = self.problem or problem
@@ -180,7 +180,7 @@ class Node:
 
         It is checked after every commit and greeting. A stop or leave ends the wait.
         """
-        leaving, changed = self.leaving, self.ctx.changed
+        leaving, changed = self.leaving, self.ctx.news
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.deadline if seconds is None else seconds):
                 while True:

@@ -330,5 +330,5 @@ def _name_classes(
                 "numbers count, and classes go by them. Give every class a number of its own."
             )
             break
-    found = tuple(next(iter(known.get(label, {})), label) for label in numbers)
-    return (numbers if doubts or len(set(found)) < len(found) else found), doubts
+    first_names = tuple(next(iter(known.get(label, {})), label) for label in numbers)
+    return (numbers if doubts or len(set(first_names)) < len(first_names) else first_names), doubts

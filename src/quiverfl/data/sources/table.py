@@ -325,9 +325,9 @@ def _note_inputs(
     if not indices:
         return notes, []
     which = f"column {indices[0]!r}" if len(indices) == 1 else f"columns {indices}"
-    looks = "looks" if len(indices) == 1 else "look"
+    verb = "looks" if len(indices) == 1 else "look"
     return notes, [
-        f"{origin}: {which} {looks} like a number of the row or an id, from which a model learns "
+        f"{origin}: {which} {verb} like a number of the row or an id, from which a model learns "
         "rows by heart, and counts among the inputs: leave it out with data.options.exclude = "
         f"{json.dumps(indices, ensure_ascii=False)}, or name it in data.options.features."
     ]

@@ -479,7 +479,7 @@ class Sender:
             log = ctx.log if late else ctx.log.alarm
             log("refused", to=self.peer, seq=transfer.seq, reason=reply.reason)
             self.refund = transfer
-            ctx.changed.set()
+            ctx.news.set()
         elif reply.word == "denied":
             ctx.metrics.add("alarms")
             ctx.log.alarm("denied", to=self.peer, seq=transfer.seq, reason=reply.reason)

@@ -271,7 +271,7 @@ class Neighbours:
         if body:
             await asyncio.to_thread(self._ctx.store.add_statement, statement.table, body)
             self._ctx.log("statement", log=statement.table, content=statement.content)
-            self._ctx.changed.set()
+            self._ctx.news.set()
         return bool(body)
 
     async def sign(self, log: SignedLog[Statement], statement: Statement) -> None:

@@ -267,7 +267,7 @@ class Receiver:
     def note_round(self, peer: str, round: int) -> None:
         """Remember how far a neighbour has come; it never goes back."""
         self.rounds[peer] = max(round, self.rounds.get(peer, 0))
-        self._ctx.changed.set()
+        self._ctx.news.set()
 
     async def _fill(
         self,
