@@ -65,6 +65,7 @@ GRAPH_NAMES = {
     (("topology.name", "random_regular"),): "undirected",
     (("topology.name", "random_push"), ("method.step", "debiased")): "random push, debiased step",
 }
+CIFAR_100 = Runs("table1", Choice(("fedper", "fedrep"), (0,), ("CIFAR-100 Dir-0.3",), values=PAPER))
 TABLES = {
     "Table 1, tuned rates": Runs("table1", Choice(seeds=FOUR, values=TUNED)),
     "Table 1, the paper's rates": Runs("table1", Choice(seeds=TWO_SEEDS, values=PAPER)),
@@ -78,6 +79,7 @@ RUNS = {
     **TABLES,
     "graphs": GRAPHS,
     "time": Runs("time", Choice(seeds=TWO_SEEDS, cases=("compute and links 10×",), values=PAPER)),
+    "CIFAR-100": CIFAR_100,
     "unreliable, more seeds": Runs("unreliable", Choice(PAIR, FOUR, values=PAPER)),
     "a smaller rate": Runs("table1", Choice(seeds=TWO_SEEDS, values=("training.lr=0.03",))),
     "an earlier race": Runs("table1", Choice(seeds=TWO_SEEDS, values=(*TUNED, *EARLIER))),
@@ -155,3 +157,12 @@ def _last(folder: Path) -> np.ndarray:
 def test_the_graphs_in_the_docs_are_those_of_the_records(case: str) -> None:
     text = (RECORDS.parent / "docs" / "explanation" / "results.md").read_text()
     assert [line for line in graph_tables(case) if line not in text] == []
+
+
+def test_the_single_runs_in_the_docs_are_those_of_the_records() -> None:
+    """With one seed each they are in no table."""
+    text = " ".join((RECORDS.parent / "docs" / "explanation" / "results.md").read_text().split())
+    titles = {"fedper": "FedPer", "fedrep": "FedRep"}
+    for cell in CIFAR_100.cells:
+        local, mixed = 100 * _last(RECORDS / "cells" / cell.name)
+        assert f"{titles[cell.config.method.name]} {local:.1f} and {mixed:.1f}" in text
