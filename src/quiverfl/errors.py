@@ -92,7 +92,9 @@ def suggest(word: object, known: Iterable[str]) -> str:
 
     It continues a sentence, after a semicolon or a colon. Small and capital letters are alike.
     """
-    names = sorted(known)
+    names = sorted(filter(None, known))
+    if not names:
+        return "there are none."
     by_lower = {name.lower(): name for name in reversed(names)}
     close = difflib.get_close_matches(str(word).lower(), sorted(by_lower), n=1, cutoff=0.6)
     guess = f"did you mean {by_lower[close[0]]!r}? Known" if close else "known"

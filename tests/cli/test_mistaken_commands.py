@@ -261,3 +261,10 @@ def test_a_folder_that_describes_no_run(here: Path) -> None:
     assert quiver("run", "small.toml", "--out", "run", "--quiet", cwd=here).returncode == 0
     (here / "run" / "config.json").write_text("{}")
     assert "run/config.json describes no run" in refused(here, "show", "run")
+
+
+def test_a_sweep_does_not_start_from_a_sweep(here: Path) -> None:
+    (here / "own.toml").write_text('base = "sweep.toml"\n')
+    said = refused(here, "sweep", "own.toml", "--dry-run")
+    assert "base = 'sweep.toml' is a sweep itself (it has base, seeds, grid)" in said
+    assert "no case 'x'; there are none." in refused(here, "sweep", "sweep.toml", "--cases", "x")

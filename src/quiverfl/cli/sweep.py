@@ -79,7 +79,9 @@ class ConsoleReporter(SweepReporter):
 
     def report_pending(self, cells: Sequence[Cell], pending: int, absent: Reasons) -> None:
         total = len({cell.name for cell in cells})
-        self._console.print(f"{total} cells, {total - pending} of them done before.")
+        self._console.print(
+            f"{total} cell{'s' * (total != 1)}, {total - pending} of them done before."
+        )
         for reason, of in absent.items():
             self._print(f"{len(of)} of them cannot run yet: {reason}")
         self._printed |= set(absent)

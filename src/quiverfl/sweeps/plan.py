@@ -152,12 +152,19 @@ def _base(tree: Tree, path: Path) -> Tree:
         file = path.parent / base
         if not file.exists() and is_bundled(base):
             file = config_file(Path(base))
-        return read_toml(
+        found = read_toml(
             file,
             f"{path}: base = {base!r}: there is no such file: {file}. It is the configuration that "
             "the sweep starts from: a path relative to the sweep's file, or the name of one that "
             "comes with Quiver, such as quickstart.",
         )
+        keys = [key for key in SWEEP_KEYS if key in found]
+        if keys:
+            raise QuiverError(
+                f"{path}: base = {base!r} is a sweep itself (it has {', '.join(keys)}): name a "
+                "configuration."
+            )
+        return found
     if not isinstance(base, dict):
         raise QuiverError(f"{path}: base = {base!r}: name a configuration file, or write [base.…].")
     return base
