@@ -120,7 +120,10 @@ def test_compare_over_all_methods(here: Path) -> None:
         (["run", "small.toml", "--set", "topology.neighbors=9"], "neighbors"),
         (["run", "small.toml", "--set", "model.hiden=[3]"], "hiden"),
         (["run", "small.toml", "--set", "model.hidden=64"], "model.hidden = 64: give a list"),
-        (["run", "small.toml", "--set", "topology.name=ring"], "(`--set topology.neighbors=`"),
+        (
+            ["run", "small.toml", "--set", "topology.name=ring", "--set", "topology.neighbors=3"],
+            "(`--set topology.neighbors=`",
+        ),
         (["run", "small.toml", "--set", "data.clients=5000"], "data.clients"),
         (["run", "small.toml", "--set", "data.name=digit"], "did you mean 'digits'"),
         (["run", "small.toml", "--set", "data.partition=dirichle"], "did you mean 'dirichlet'"),

@@ -49,7 +49,7 @@ def test_two_and_four_samples_tell_of_a_whole_batch(model: str) -> None:
     task, data = image_problem(model, (3, 28, 28))
     x = data.train.x[:1].expand(24, 3, 28, 28).clone()
     for together in (False, True):
-        predicted = count_activations(task, data, torch.float32, together).of(24)
+        predicted = count_activations(task, data, torch.float32, together).at_batch(24)
         assert predicted == saved_bytes(task, x, torch.float32, together)
 
 
@@ -74,7 +74,7 @@ def test_clients_computed_together_keep_as_much_each(model: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         gradient(Batch(5, x, y))
     kept = sum(found.values())
-    predicted = 5 * count_activations(task, data, torch.float32).of(8)
+    predicted = 5 * count_activations(task, data, torch.float32).at_batch(8)
     assert 0.9 * predicted <= kept <= 1.1 * predicted
 
 

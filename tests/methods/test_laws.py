@@ -171,7 +171,7 @@ def test_11_vectorised_equals_one_by_one(method: Any, graphs: Any) -> None:
 def test_12_one_shard_equals_several_equals_lone_peers(method: Any, graphs: Any) -> None:
     case = case_of(method, graphs)
     assert round_laws.several_shards(case, tolerance=1e-12) is None
-    whole = states(simulate(method, graphs(CLIENTS), rounds=3, evaluate_every=3))
+    whole = states(case.run(evaluate_every=3))
     by_hand = round_laws.in_parts(case, [list(range(CLIENTS))])
     assert distance(whole, list(by_hand.values())) <= 1e-12
 

@@ -243,7 +243,7 @@ def test_the_medium_scale_has_the_papers_client(name: str) -> None:
         assert (training.lr, training.lr_decay, training.momentum) == (0.1, 0.99, 0.9)
         assert (training.weight_decay, training.batch_size, training.clip_norm) == (5e-4, 128, 10)
         assert (config.model.name, data.augment) == ("lenet5", "crop_flip")
-        assert config.run.rounds == (20 if config.clock.asynchronous else 60)
+        assert config.run.rounds == (12 if config.clock.asynchronous else 60)
     if name == "table1":
         assert len(found) == 2 * 11 * 2
 

@@ -19,6 +19,7 @@ from quiverfl.peer.accounts.disk import read_statement
 from quiverfl.peer.accounts.ledger import UNIT, Transfer
 from quiverfl.peer.accounts.store import NoStore, Store
 from quiverfl.peer.accounts.transactions import Transactions
+from quiverfl.peer.demo import make_swarm
 from quiverfl.peer.link.messages import Manifest, sum_message
 from quiverfl.peer.link.wire import Order
 from quiverfl.peer.setup import assemble
@@ -136,7 +137,7 @@ def test_a_peer_killed_while_its_store_is_made_starts_again(swarm: Swarm, point:
 
 
 def test_the_report_of_a_demo_shows_the_masses_of_its_audit(tmp_path: Path) -> None:
-    demo = Demo(tmp_path / "demo", 3, 3, "async")
+    demo = Demo(make_swarm(tmp_path / "demo", 3, 3, "async"))
 
     async def scenario() -> None:
         nodes = [await assemble(folder) for folder in demo.folders.values()]
