@@ -159,6 +159,14 @@ def test_the_graphs_in_the_docs_are_those_of_the_records(case: str) -> None:
     assert [line for line in graph_tables(case) if line not in text] == []
 
 
+def test_the_docs_say_how_many_runs_are_recorded() -> None:
+    """Of the medium scale; those with devices are another page's."""
+    elsewhere = {cell.name for name in ("Table 6", "time") for cell in RUNS[name].cells}
+    count = sum(path.name not in elsewhere for path in (RECORDS / "cells").iterdir())
+    text = (RECORDS.parent / "docs" / "explanation" / "results.md").read_text()
+    assert f"{count} finished runs of this scale" in text
+
+
 def test_the_single_runs_in_the_docs_are_those_of_the_records() -> None:
     """With one seed each they are in no table."""
     text = " ".join((RECORDS.parent / "docs" / "explanation" / "results.md").read_text().split())
