@@ -8,7 +8,7 @@ import without_torchvision  # noqa: F401
 # A user's code begins.
 import fedrep_given as given
 import torch
-from fluke.algorithms.fedrep import FedRep
+from fluke.algorithms.fedrep import FedRep, FedRepClient
 from fluke.data import DataSplitter, FastDataLoader
 from fluke.nets import EncoderHeadNet
 
@@ -41,14 +41,17 @@ class OwnData(DataSplitter):
         return tuple(zip(*loaders, strict=True)), None
 
 
-class Clients(FedRep):
-    def init_clients(self, clients_tr_data, clients_te_data, config):
-        network = Network()
-        config.model = network
-        return super().init_clients(clients_tr_data, clients_te_data, config)
+class OwnClient(FedRepClient):
+    def __init__(self, **options):
+        super().__init__(model=Network(), **options)
 
 
-federation = Clients(
+class Federation(FedRep):
+    def get_client_class(self):
+        return OwnClient
+
+
+federation = Federation(
     given.CLIENTS,
     OwnData(),
     {
