@@ -57,7 +57,7 @@ NEIGHBORS = [(*PAPER, f"topology.neighbors={count}") for count in (2, 5)]
 EARLIER = ("overrides.local.training.lr=0.02", "overrides.dispfl.training.lr_decay=0.95")
 PAIR = ("dfedavgmp", "dfedpgp")
 GRAPHS = Runs("graphs", Choice(seeds=FOUR, values=PAPER))
-GRAPH_CASES = ("2 neighbours", "10 neighbours, 50 % of links fail")
+GRAPH_CASES = ("2 neighbours", "10 neighbours, 50 % of links fail", "10 neighbours")
 GRAPH_NAMES = {
     (("topology.name", "auto"),): "random push, the paper's step",
     (("topology.name", "balanced_push"),): "balanced push",
