@@ -56,7 +56,7 @@ Piece = bytes | memoryview
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
-    """Write them; the sha256 of the file."""
+    """Write the tensors. Returns the sha256 of the file."""
     shapes = {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in tensors.items()}
     return write_pieces(shapes, lambda name: iterate_bytes(tensors[name]), path)
 
@@ -97,7 +97,7 @@ def iterate_bytes(tensor: Tensor) -> Iterator[memoryview]:
 
 
 class DamagedCheckpoint(QuiverError):
-    """It cannot be used; `path` is the file at fault."""
+    """A checkpoint that cannot be used; `path` is the file at fault."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: damaged checkpoint ({why}).")
@@ -105,7 +105,7 @@ class DamagedCheckpoint(QuiverError):
 
 
 class Carrier(Protocol):
-    """What carries messages: an exchange, or what plays a schedule."""
+    """Holds messages in flight: an exchange, or the player of a schedule."""
 
     def tensors(self) -> dict[str, Tensor]: ...
     def restore(self, tensors: dict[str, Tensor]) -> None: ...
@@ -113,15 +113,15 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """`round` rounds are complete. What `take` gives borrows the shard's tensors until the next
-    round: write it, or `copy` it."""
+    """The state after `round` complete rounds. `take` borrows the shard's tensors until the next
+    round: write the checkpoint, or `copy` it."""
 
     round: int
     tensors: dict[str, Tensor]
     local_metrics: dict[int, dict[str, float]]
     history: History = field(default_factory=History)
     measured: Measurement | None = None
-    """What a trial chose for the run: it goes on with that, to the same bits."""
+    """Choices of the trial before the run; the resumed run keeps them, for the same bits."""
 
     @classmethod
     def take(cls, round: int, shard: Shard, exchange: Carrier, history: History) -> Checkpoint:
@@ -201,7 +201,7 @@ class Checkpoint:
             shard.reports.restore(_take_below(self.tensors, "view/"))
 
     def save(self, folder: Path) -> Path:
-        """Write it; the path of its JSON file."""
+        """Write the checkpoint. Returns the path of its JSON file."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"round-{self.round:06d}.json"
         with open_replacement(path.with_suffix(".safetensors")) as draft:
@@ -219,7 +219,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path, history: History) -> Checkpoint:
-        """Read and verify; a damaged one is refused with its name."""
+        """Read and verify a checkpoint; a damaged one is refused with its name."""
         tensors = path.with_suffix(".safetensors")
         try:
             text = json.loads(path.read_text())

@@ -28,25 +28,28 @@ from quiverfl.types import Floats, Integers
 
 
 class ReportExchange:
-    """What all clients know of each other, and what this shard's clients report this round."""
+    """Reports that each client has received, and those of this shard's clients in this round."""
 
     def __init__(
         self, spec: ReportSpec, context: PhaseContext, method: Method, ids: Integers, clients: int
     ) -> None:
         self.spec, self.view = spec, ReportView.empty(spec, clients)
         self.outgoing: ReportValues = np.full((len(ids), spec.width), np.nan, dtype=np.float32)
-        """[rows, width]. A client that does not train says again what it said last."""
+        """[rows, width]. A client that does not train repeats its last report."""
         self._context, self._personal, self._ids = context, vmap_clients(method.personal), ids
 
     def record_losses(self, state: Any, group: ClientGroup) -> Callable[[Any], None]:
-        """Before clients train: their loss. What is returned wants the state they reach."""
+        """Record each client's loss before training.
+
+        Returns a callback that records its update from the trained state.
+        """
         point = self._personal(state)
         if self.spec.loss:
             self.outgoing[group.rows, 0] = self._losses(point, group)
         return partial(self._record_updates, point, group)
 
     def _losses(self, point: Params, group: ClientGroup) -> Floats:
-        """On the clients' training data."""
+        """Each client's loss on its own training data."""
         context, full_group = self._context, group.full_group
         if full_group is not None:
             group = replace(group, full_group=replace(full_group, test=full_group.train))
@@ -54,7 +57,7 @@ class ReportExchange:
         return metrics["loss"]
 
     def _record_updates(self, before: Params, group: ClientGroup, state: Any) -> None:
-        """How far they came, a sketch of where to, and one of where they are."""
+        """Record the update's norm, a sketch of the update, and one of the model, as asked for."""
         if not (self.spec.norm or self.spec.sketch or self.spec.model):
             return
         models = self._personal(state).shared
@@ -72,7 +75,7 @@ class ReportExchange:
             self.outgoing[group.rows, columns] = self._sketch(rows, self.spec.model)
 
     def _sketch(self, rows: Floats, count: int) -> list[Floats]:
-        """Row by row, each sum in the order of coordinates: the same wherever a client is."""
+        """Sketch row by row, each sum in the order of coordinates: the same bits on any rank."""
         buckets = ((self._hashes >> np.uint64(1)) % np.uint64(count)).astype(np.int64)
         return [count_sketch(row, buckets, self._signs, count) for row in rows]
 
@@ -101,17 +104,17 @@ class ReportExchange:
         return {"links": graph_to_text(graph)}
 
     def rows(self) -> dict[str, Tensor]:
-        """What this shard's clients know."""
+        """The reports that this shard's clients have received."""
         known = self.view.arrays()
         return {name: torch.from_numpy(array[self._ids]) for name, array in known.items()}
 
     def share(self, world: World) -> None:
-        """After a checkpoint of its own clients a rank learns what those of others know."""
+        """Gather received reports from all ranks, after each restored those of its clients."""
         known = {name: world.gather(own).numpy() for name, own in self.rows().items()}
         self.view = ReportView.from_arrays(self.spec, known)
 
     def restore(self, known: Mapping[str, Tensor]) -> None:
-        """Restore what this shard's clients knew."""
+        """Restore the reports that this shard's clients had received."""
         arrays: dict[str, Any] = {n: array.copy() for n, array in self.view.arrays().items()}
         for name, array in arrays.items():
             rows = known.get(name)

@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class World(Protocol):
-    """The clients here, and answers about those of all."""
+    """The clients on this rank, and answers about the clients of all ranks."""
 
     @property
     def ids(self) -> Integers:
@@ -64,10 +64,10 @@ class World(Protocol):
     def sum_columns(
         self, leaf: Tensor, width: int, work: Callable[[Tensor], Tensor], total: Tensor
     ) -> Tensor:
-        """`total` + Σ work(everybody's rows of `width` columns), added in the order of columns."""
+        """`total` + Σ work(`width` columns of all clients' rows), added in the order of columns."""
 
     def mix(self, graph: Graph, leaf: Tensor, multiple: int = NARROWEST) -> Tensor:
-        """What the clients here receive, as `matrix.mix` computes it for all."""
+        """The mixed messages of the clients here, as `matrix.mix` computes them for all clients."""
 
     def run_on_all(self, work: Callable[[], Answer]) -> Answer:
         """Do the work. What fails on one rank fails on all."""
@@ -135,7 +135,7 @@ LINE = 16
 
 
 def cut_groups(order: Integers, kinds: Integers, width: int, blocks: int) -> Iterator[Integers]:
-    """Blocks of `width` clients; of those whose clients are all alike up to `blocks` in one.
+    """Blocks of `width` clients; up to `blocks` of them are joined if all their clients are alike.
 
     The last bits of a product depend on where its matrices lie in a cache line. So a joined block
     begins at a multiple of `LINE` rows. The rows between two blocks are taken by clients of the

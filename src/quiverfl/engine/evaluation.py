@@ -188,10 +188,10 @@ def _see_each(
 
 
 class _Tally(Protocol):
-    """What has been seen of some clients' samples for one metric."""
+    """Accumulates one metric over the samples of some clients."""
 
     def add(self, outputs: Tree, targets: Tree, blocks: Blocks) -> None:
-        """Samples of the clients of these blocks, one after the other."""
+        """Add the samples of the clients of these blocks; clients lie one after the other."""
 
     def values(self, sizes: Integers) -> Floats: ...
 
@@ -241,7 +241,7 @@ class _Sums:
 
 
 class _All:
-    """Keeps what the models said of every sample until all have been seen."""
+    """Keeps the outputs for every sample until all samples have been seen."""
 
     def __init__(self, metric: Metric, clients: int) -> None:
         self._metric = metric
@@ -315,7 +315,7 @@ class LocalModels:
             self.statistics.pop(row, None)
 
     def replace(self, rows: Integers, current: Callable[[Integers], Params]) -> Params:
-        """The models of these rows: remembered ones, and for the others what they are now."""
+        """The models of these rows: the kept one where there is one, else the current one."""
         remembered = [row in self.points for row in rows.tolist()] if self.points else []
         if not any(remembered):
             return current(rows)

@@ -1,4 +1,4 @@
-"""What is found out before a run about how to carry it out: the faster executor, room on a GPU."""
+"""Choices made before a run: the faster executor, and how many clients fit on a GPU."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found to be faster, here or before the run was interrupted; None: not asked."""
+    """The faster choices, measured here or before the run was interrupted; None: not measured."""
 
     executor: ExecutorName | None = None
     seconds: dict[str, float] | None = None
@@ -144,12 +144,12 @@ class Measurement:
     layout: Layout | None = None
 
     def apply(self, settings: RunSettings) -> RunSettings:
-        """The settings with what they leave to a trial."""
+        """The settings, with open ones replaced by the choices of the trial."""
         return replace(settings, **{key: getattr(self, key) for key in _open_settings(settings)})
 
     @property
     def choices(self) -> dict[str, str]:
-        """What was chosen, by setting, for a checkpoint."""
+        """The choices by setting, for a checkpoint."""
         chosen = {key: getattr(self, key) for key in _TRIED}
         return {key: choice for key, choice in chosen.items() if choice is not None}
 
@@ -178,7 +178,7 @@ def measure_executors(
     settings: RunSettings,
     probe: ModelProbe | None,
 ) -> Measurement | None:
-    """Try what settings leave open; None where they leave nothing open."""
+    """Measure candidates for the open settings; None if no setting is open."""
     asked = _open_settings(settings)
     if not asked:
         return None
@@ -229,7 +229,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """How a run is carried out."""
+    """The executor of a run, with the settings and measurements that it follows from."""
 
     executor: Executor
     settings: RunSettings
@@ -246,14 +246,14 @@ class Execution:
     ) -> Execution:
         """Choose by the settings, or by what was measured where they leave it open."""
         if measured is None or not settings.has_trial:
-            measured = None  # of a run that was interrupted: now something else is asked for
+            measured = None  # of a run that was interrupted: the settings have changed since
         else:
             settings = measured.apply(settings)
         return cls(_executor(task, settings, probe, chunk), settings, measured)
 
     @property
     def _layout(self) -> str | None:
-        """How images lie, where clients are computed one by one and somebody chose it."""
+        """The chosen layout of images; None if it is not chosen, or clients are not one by one."""
         asked = self.settings.layout != "auto" and self.executor.name == "sequential"
         return self.settings.layout if asked else None
 
@@ -303,7 +303,7 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """What a shard computes with."""
+    """Executor, data and devices that a shard computes with."""
 
     execution: Execution
     context: PhaseContext
@@ -311,7 +311,7 @@ class Computation:
     shapes: Shapes
     """Shapes of one sample's features and outputs."""
     home: torch.device
-    """Where states lie between the rounds."""
+    """The device that holds states between rounds."""
     blocks: Blocks
 
     @property

@@ -74,7 +74,7 @@ class Clock:
         return {"seconds": self._last - self._begin, **self._laps}
 
 
-# Who is told about a run as it goes: the history, a run folder, and any callbacks.
+# These receive the events of a run: the history, a run folder, and any callbacks.
 
 
 class Callback:
@@ -103,7 +103,7 @@ OLD_CALLBACK_NAMES = {
     "finished": "on_round_end",
     "enough": "should_stop",
 }
-"""What a callback's functions were called before version 0.3."""
+"""Names of a callback's functions before version 0.3."""
 
 
 class Recorders:
@@ -136,7 +136,7 @@ class Recorders:
                 callback.on_round_end(record)
 
     def should_stop(self) -> bool:
-        """Whether a callback wants the run to end. All are asked: each may keep count."""
+        """Whether a callback wants the run to end. Every callback is asked: each may keep count."""
         answers = []
         for callback in self._callbacks:
             with _name_failing_callback(callback):
@@ -152,7 +152,7 @@ class Recorders:
             for callback in self._callbacks:
                 try:
                     _optional(callback, "close")
-                except Exception as second:  # the first error is the one to be told
+                except Exception as second:  # the first error is the one to report
                     del second
             raise
         for callback in self._callbacks:

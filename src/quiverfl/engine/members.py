@@ -1,4 +1,4 @@
-"""Members that join and leave, at the clients themselves: who is given what, and who counts.
+"""Apply members that join and leave to the clients' states and metrics.
 
 A newcomer receives one message, that of a member, weighed so that its mass is what it brings: the
 same as a peer that joins. A member that leaves keeps the model that it sent last.
@@ -61,7 +61,7 @@ class Members:
             write_rows(shard.state, rows, merged)
 
     def keep_leaving(self, shard: Shard) -> None:
-        """Copy the states of those whose last round this is, before they give them away."""
+        """Copy the states of members whose last round this is, before they give their mass away."""
         rows = self._plan.find_leaving(self._round)
         state = take_rows(shard.state, rows)
         self._leaving = rows, type(state)(*(leaf.clone() for leaf in state))
@@ -73,7 +73,7 @@ class Members:
             write_rows(shard.state, rows, state)
 
     def hide_absent(self, metrics: Metrics) -> Metrics:
-        """The metrics of members; NaN for everybody else."""
+        """The metrics of members; NaN for all other clients."""
         return {name: np.where(self.present, values, np.nan) for name, values in metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a run needs, by arithmetic: what a cluster is asked for, what a GPU has room for.
+"""Bytes that a run needs, by arithmetic: to request from a cluster, and to see what fits on a GPU.
 
 The activations that a gradient keeps are counted on a few samples on the CPU; all else follows from
 shapes. What frameworks and libraries need for themselves is a round number.
@@ -76,7 +76,7 @@ def predict_memory(
     transforms: Transforms = PLAIN,
     report_spec: ReportSpec | None = None,
 ) -> Footprint:
-    """What a run of this needs on the device it computes on; for fewer `clients` if given.
+    """Bytes that a run needs on the device it computes on; for fewer `clients` if given.
 
     `report_spec` says what clients report, if its topology is adaptive.
     """
@@ -168,7 +168,7 @@ def choose_blocks(
 
 
 def _is_exact(task: Task, method: Method, training: Training, probe: ModelProbe) -> bool:
-    """Whether no bit of a client's step depends on who is computed beside it."""
+    """Whether a client's step has the same bits whichever clients are computed beside it."""
     for phase in method.phases(task):
         for inner in phase.phases if isinstance(phase, Interleaved) else (phase,):
             if isinstance(inner, Train) and inner.loss is not None:

@@ -94,7 +94,7 @@ class Shard:
         self.statistics = initial_statistics(task, self._phases, count, settings.dtype, home)
         """Running statistics, [clients, models, size]; None if the model has none."""
         self.opens_clients = self.statistics is not None or bool(task.own_models)
-        """Whether modules must be told whose model they are computing."""
+        """Whether modules must be bound to a client before they compute its model."""
         self._mixed_statistics = self.statistics if task.buffers == "mixed" else None
         self.local = LocalModels()
         self.steps: Integers = np.zeros(count, dtype=np.int64)
@@ -156,11 +156,11 @@ class Shard:
         return state
 
     def exchange_reports(self, round: int, graph: Graph) -> Record:
-        """Give clients the reports of the senders of their messages; record who told whom."""
+        """Give clients the reports of the senders of their messages; record the links used."""
         return {} if self.reports is None else self.reports.exchange(round, graph, self.world)
 
     def keep_local_models(self, chosen: Flags) -> None:
-        """Keep what these clients would use now as their last locally trained model."""
+        """Keep the models that these clients would use now as their last locally trained ones."""
         rows = np.flatnonzero(self.world.select_local(chosen))
         self.local.keep(rows, self.personal, self._mixed_statistics, self._width)
 

@@ -1,4 +1,4 @@
-"""How clients start: every client's `init`, stacked on axis 0, and its running statistics."""
+"""The clients' initial states, stacked on axis 0, and their running statistics."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def emit_messages(
 
 
 def message_bytes(method: Method, messages: Message) -> Any:
-    """Bytes of each message: one number for all, or one each where the method sizes them."""
+    """Bytes of each message: one number for all, or one per client if the method sizes them."""
     if not isinstance(method, SizesMessages):
         return sum(leaf[0].nbytes for leaf in messages.values())
     sent = {name: leaf for name, leaf in messages.items() if name != STATISTICS}
@@ -173,7 +173,7 @@ def statistics_weight(method: Method, state: Any, message: Message) -> str | Non
 
 
 class PhaseBuffers(dict[int, Buffers]):
-    """What the optimizers of some phases keep between rounds, by the number of the phase."""
+    """Optimizer buffers kept between rounds, by the number of their phase."""
 
     def __init__(self, clients: int, device: torch.device, home: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Clients that nobody has seen: what one who comes later gets under the method, and makes of it.
+"""Unseen clients: a client that comes after the run is handed a model and fits it.
 
 It is handed what participants send: the shared part of a model, or all of it where the method sends
 all; from a server, the global model. What is not sent it starts afresh, as a client does in the
@@ -98,7 +98,7 @@ class UnseenClients:
         self._trainer = Trainer.prepare(self._context, shard.method.personal, [self._phase])
 
     def due(self, round: int, over: bool) -> bool:
-        """Whether they are tested after this round; `over`: it is the last one."""
+        """Whether unseen clients are tested after this round; `over`: it is the last one."""
         each = self._unseen.when == "evaluated"
         settings = self._settings
         return over or (each and is_evaluated(round, settings.evaluate_every, settings.rounds))
@@ -136,11 +136,11 @@ class UnseenClients:
             known.setdefault(name, np.full(len(self._ids), np.nan))[group.rows] = values
 
     def _model(self, state: Any) -> Params:
-        """The models of what is trained: themselves, or those in the method's states."""
+        """The models that are trained: the state itself, or the models in the method's states."""
         return self._find_model(state) if self._copies else Params(*state)
 
     def _hand_over(self, round: int) -> tuple[Any, Tensor | None]:
-        """What they begin with, stacked, and their running statistics if there are any."""
+        """The initial states of unseen clients, stacked, and their running statistics if any."""
         if self._fresh_state is not None:
             chosen = self._choose(round)
             assert chosen is not None  # of copies there is no average
@@ -159,7 +159,7 @@ class UnseenClients:
         return Params(shared, personal), self._hand_over_statistics(chosen)
 
     def _hand_over_statistics(self, chosen: Integers | None, fresh: bool = False) -> Tensor | None:
-        """Those of a fresh model, unless statistics are sent with the shared part."""
+        """Running statistics of a fresh model, unless they are sent with the shared part."""
         task, known, count = self._context.task, self._shard.statistics, len(self._ids)
         if known is None:
             return None
@@ -173,7 +173,7 @@ class UnseenClients:
         return sent[torch.from_numpy(chosen)]
 
     def _choose(self, round: int) -> Integers | None:
-        """The participant that each is handed the model of; None for the average of all."""
+        """The participant whose model each unseen client receives; None for the average of all."""
         if self._graphs(0, self._shard.view).hub:
             return np.full(len(self._ids), self._find_current(round))
         if self._unseen.start == "average":
@@ -191,7 +191,7 @@ class UnseenClients:
         return 0
 
     def _draw_participants(self) -> Integers:
-        """The participant that each meets: the same one in every round."""
+        """The participant drawn for each unseen client: the same one in every round."""
         seed, count = self._settings.seed, len(self._ids)
         drawn = [stream(seed, "unseen-meets", i).choice(self._participants) for i in range(count)]
         return np.array(drawn, dtype=np.int64)
@@ -229,7 +229,7 @@ class UnseenClients:
         )
 
     def _read(self, clients: Integers) -> Params:
-        """What these participants would hand over: the model they send, de-biased."""
+        """The models that these participants hand over: the model that each sends, de-biased."""
         shard = self._shard
         state = to_device(take_rows(shard.state, clients), self._context.device)
         parts = [next(iter(select_fields(state, role).values())) for role in ("shared", "personal")]
@@ -248,7 +248,7 @@ def check_unseen(
     transforms: Transforms,
     settings: RunSettings,
 ) -> None:
-    """Refuse what a client that nobody has seen could not be handed, or could not fit."""
+    """Refuse a method whose model an unseen client could not be handed, or could not fit."""
     if isinstance(transforms.privacy, UpdatePrivacy):
         raise QuiverError(
             'data.unseen with privacy.name = "update": what a client is handed when it comes later '
@@ -296,7 +296,7 @@ def _is_sent(method: Method, state: Any, name: str) -> bool:
 
 
 def find_copies(method: Method, task: Task, sent: tuple[bool, bool], kind: type) -> tuple[str, ...]:
-    """What all clients have a copy of, where no parameters are sent and one phase trains a model.
+    """Fields that all clients have a copy of, if no parameters are sent and one phase trains.
 
     Such as FedProto's prototypes.
     """
@@ -309,7 +309,7 @@ def find_copies(method: Method, task: Task, sent: tuple[bool, bool], kind: type)
 def choose_fit(method: Method, task: Task, unseen: Unseen, sent: tuple[bool, bool]) -> Train[Any]:
     """The method's own fine-tuning, or training of what it does not send.
 
-    Its own training where it sends no parameters at all.
+    If the method sends no parameters, it is the method's own training phase.
     """
     own = adaptation_phase(method, task)
     if own is not None and unseen.part is None:

@@ -91,7 +91,7 @@ def average_leaf(mixed: Message, name: str) -> Tensor:
 
 
 def plain_steps(training: Training, lr: float) -> Training:
-    """Plain SGD with a rate of its own that does not decay."""
+    """Plain SGD with its own constant rate."""
     return replace(
         training,
         lr=lr,

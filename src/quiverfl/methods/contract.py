@@ -1,4 +1,4 @@
-"""What a method is: what it declares, and a few pure functions written for one client.
+"""The contract of a method: its declarations, and a few pure functions for one client.
 
     init      the state a client starts with
     phases    what it does in a round before it sends, as data: the engine owns every loop
@@ -32,7 +32,7 @@ S = TypeVar("S", bound=State, default=Any)
 
 @dataclass(frozen=True)
 class Start:
-    """What a client knows before the first round."""
+    """Everything a client knows before the first round."""
 
     params: Params  # its initial parameters
     common_params: Params  # the initial parameters all clients could agree on
@@ -43,7 +43,7 @@ class Start:
 
 
 class Trained(NamedTuple):
-    """What a Train phase returns: the trained model and what training took."""
+    """Result of a Train phase: the trained model, its steps and its rates."""
 
     shared: Tensor
     personal: Tensor
@@ -115,16 +115,16 @@ class Train(Generic[S]):
     keep_optimizer: bool = False
     """Keep the optimizer's state for the next round; otherwise it is reset."""
     model: int = 0
-    """Which of a client's models it trains: each has running statistics (BatchNorm) of its own.
+    """Number of the client's model that it trains: each has its own BatchNorm statistics.
 
-    0 is the one that is evaluated. A method that trains another one too, such as a global model
-    beside a personal one, gives that the number 1.
+    0 is the one that is evaluated. A method that also trains a second model, such as a global
+    one beside the personal one, gives it the number 1.
     """
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a SingleStep may know besides the state."""
+    """Inputs of a SingleStep besides the state."""
 
     round: int
     rounds: int  # as planned, T

@@ -81,7 +81,7 @@ EXCHANGES: dict[str, Exchange] = {
     "similar_pull": "pull",
     "bandit_push": "push",
 }
-"""The exchange of these, whatever their weights; that of others follows from their matrix."""
+"""Exchange of these topologies; for all others it follows from the matrix."""
 KEEPERS: dict[Exchange, Keeper] = {"push": "sender", "pull": "receiver"}
 COMMON_OPTIONS = ("participation", "link_failure", "exchange")
 """Options of all topologies."""

@@ -3,8 +3,8 @@
 In all that push a client keeps 1/(n + 1) of its mass and gives as much to each of n others, so that
 columns sum to 1 whatever is chosen, and Σμ and Σu are conserved. `explore` of the n others are not
 chosen but drawn: in every round all clients stand in a circle in random order, and everybody sends
-to those behind it. So no link is ever impossible, every round is strongly connected, and nobody is
-left without messages, which would let its μ vanish: a client that nobody sends to keeps
+to those behind it. So no link is ever impossible, every round is strongly connected, and each
+client receives messages. Otherwise its μ would vanish: a client that receives nothing keeps
 1/(n + 1) of its μ, round after round, and push-sum steps by η/μ.
 A client without a report counts as the average of the clients with one.
 
@@ -93,7 +93,7 @@ def similar_pull(
     The attention of HeurFedAMP (Huang et al. 2021): a client weighs itself `own`, 1/(n + 1) unless
     given, and n others in proportion to exp(sharpness · cosine) of what they share. Sketches travel
     with the messages, so the cosines are those of the round before. With n = clients - 1 all are
-    mixed, as in the paper; with fewer, `explore` of them are drawn, so that nobody stays unknown.
+    mixed, as in the paper; with fewer, `explore` of them are drawn, so that none stays unknown.
     """
     clients = check_clients("similar_pull", clients)
     neighbors = check_neighbors("similar_pull", neighbors, clients)
@@ -226,14 +226,14 @@ def _rank(order: Integers) -> Integers:
 
 
 def _fill_unknown(scores: Floats) -> Floats:
-    """Give clients without a report the average of the others; the same to all if there is none.
+    """Score clients without a report by the average of the known scores; 0 if there is none.
 
     Minus infinity is kept: such a client is no candidate.
     """
     reported = np.where(np.isfinite(scores), scores, np.nan)
     np.fill_diagonal(reported, np.nan)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a row in which nobody is known
+        warnings.simplefilter("ignore", RuntimeWarning)  # a row without any report
         average = np.nan_to_num(np.nanmean(reported, axis=1))[:, None]
     known: Floats = np.where(np.isneginf(scores) | np.isfinite(scores), scores, average)
     return known

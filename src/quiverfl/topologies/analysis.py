@@ -94,7 +94,7 @@ class TopologyReport:
     sent: Spread  # messages a client sends in a round
     received: Spread
     window: int | None  # B: every B consecutive graphs together are strongly connected
-    diameter: int | None  # of round 0's graph; None: somebody cannot be reached
+    diameter: int | None  # of round 0's graph; None: a client cannot be reached
     window_diameter: int | None  # of the union of rounds 0 … B - 1
     rate: float | None  # q
     constant: float | None  # C
@@ -250,7 +250,7 @@ def compute_spectral_gap(graph: Graph) -> float:
 
 
 def compute_diameter(links: sparse.csr_array) -> int | None:
-    """The longest of the shortest paths; None if somebody cannot be reached."""
+    """The longest of the shortest paths; None if a client cannot be reached."""
     from scipy.sparse.csgraph import shortest_path
 
     longest = shortest_path(links, unweighted=True).max()
@@ -372,7 +372,7 @@ def measure_spread(counts: list[Integers]) -> Spread:
 
 
 CONNECTIVITY_WINDOW = 10
-"""Rounds that should be strongly connected together, unless somebody says otherwise."""
+"""Rounds that should be strongly connected together, by default."""
 FAMOUS = 3
 """Windows that a sentence lists; the rest are counted."""
 
@@ -409,7 +409,7 @@ class ConnectivityReport:
 
     rounds: int
     window_rounds: int
-    """How many consecutive rounds were united."""
+    """Number of consecutive rounds in each union."""
     window: int | None
     """B: every B consecutive graphs together are strongly connected; None: not even all are."""
     disconnected: tuple[int, ...]

@@ -36,9 +36,9 @@ def balanced_push(
 ) -> Topology:
     """Directed and balanced: each client sends to n others and receives from n others.
 
-    In every round all clients stand in a circle in random order, and everybody sends 1/(n + 1) to
-    each of the n behind it. With `circles = "independent"` there are n circles, and everybody sends
-    to the next one in each; whoever is next in two of them gets both parts.
+    In every round all clients stand in a circle in random order, and each sends 1/(n + 1) to each
+    of the n behind it. With `circles = "independent"` there are n circles, and each client sends to
+    the next one in each; a client that is next in two of them gets both parts.
     """
     clients = check_clients("balanced_push", clients)
     neighbors = check_neighbors("balanced_push", neighbors, clients)

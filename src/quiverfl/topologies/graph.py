@@ -71,5 +71,5 @@ class Graph(GraphCard):
 
     @cached_property
     def senders(self) -> Integers:
-        """Clients whose message is used by somebody."""
+        """Clients whose message at least one client uses."""
         return np.unique(self.matrix.indices).astype(np.int64)

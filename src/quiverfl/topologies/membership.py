@@ -1,7 +1,7 @@
 """Members that join a run under way, and members that leave it for good.
 
-The graph of a round has as many clients as there are members then. Everybody else keeps what it
-has: nobody sends to it, and it sends to nobody.
+A round's graph is drawn for the members of that round. All other clients keep their state: they
+neither send nor receive.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Changes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Membership:
-    """Who is a member in which round.
+    """The members of each round.
 
     The last of the clients join, in the order of their numbers, each in its round with the mass
-    `grant`. Who leaves is drawn among the members of the round before; nobody comes back.
+    `grant`. Members that leave are drawn among those of the round before; none comes back.
     """
 
     clients: int
@@ -60,7 +60,7 @@ class Membership:
 
     @property
     def founders(self) -> int:
-        """How many clients begin the run: the first ones."""
+        """Number of clients that begin the run: the first ones."""
         return self.clients - sum(count for _, count in self.joins)
 
     @cached_property

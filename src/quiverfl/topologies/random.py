@@ -40,7 +40,7 @@ def random_push(clients: int, neighbors: int, seed: int = 0, static: bool = Fals
 def random_pull(clients: int, neighbors: int, seed: int = 0, static: bool = False) -> Topology:
     """Each client averages itself and n random others evenly: rows sum to 1.
 
-    What DFedPGP's appendix describes. μ stays 1, and the mean over clients is not conserved, so
+    As described in DFedPGP's appendix. μ stays 1, and the mean over clients is not conserved, so
     the paper's theorem does not cover it.
     """
     clients = check_clients("random_pull", clients)
@@ -96,10 +96,10 @@ def _pull(clients: int, neighbors: int, seed: int, round: int) -> Graph:
 def _draw_others(
     purpose: str, clients: int, neighbors: int, seed: int, round: int
 ) -> tuple[Integers, Integers]:
-    """(owner, chosen) pairs: everyone chooses itself and n distinct others.
+    """(owner, chosen) pairs: each client chooses itself and n distinct others.
 
     Floyd's sampling without replacement, one step for all clients at a time. A client's choice
-    depends on (seed, round, client) and on nobody else's.
+    depends on (seed, round, client) alone.
     """
     everyone = np.arange(clients)
     bits = key_hashes(seed, purpose, round, everyone[:, None], np.arange(neighbors))
@@ -109,7 +109,7 @@ def _draw_others(
         pick = (bits[:, step] % np.uint64(last + 1)).astype(np.int64)
         repeated = (chosen[:, :step] == pick[:, None]).any(axis=1)
         chosen[:, step] = np.where(repeated, last, pick)
-    # Choice k stands for the client k + 1 places further on, so that nobody chooses itself.
+    # Choice k stands for the client k + 1 places further on, so that no client chooses itself.
     others = (everyone[:, None] + 1 + chosen) % clients
     owners = np.repeat(everyone, neighbors)
     return np.concatenate([everyone, owners]), np.concatenate([everyone, others.ravel()])
@@ -128,7 +128,7 @@ def _regular(clients: int, neighbors: int, seed: int, round: int) -> Graph:
 
 
 def _lattice(clients: int, neighbors: int) -> Integers:
-    """Edges of the ring in which everybody knows the n nearest; an odd n adds the opposite one."""
+    """Edges of the ring that link each client to its n nearest; an odd n adds the opposite one."""
     everyone = np.arange(clients)
     parts = [
         np.stack([everyone, (everyone + distance) % clients], axis=1)
@@ -162,7 +162,7 @@ def _switch_edges(edges: Integers, flip: Flags, clients: int) -> Integers:
 
 
 def _find_repeated(known: Integers, new: Integers) -> Flags:
-    """Which of the new numbers are known already, or stand earlier among the new ones."""
+    """Flags of new numbers that are known already, or stand earlier among the new ones."""
     numbers = np.concatenate([known, new])
     order = np.argsort(numbers, kind="stable")
     repeated = np.zeros(len(numbers), dtype=bool)
@@ -186,7 +186,7 @@ def _erdos_renyi(clients: int, probability: float, seed: int, round: int) -> Gra
 
 
 def _draw_linked(pairs: int, probability: float, seed: int, round: int) -> Integers:
-    """Which of the pairs are linked, at a cost that grows with the links and not with the pairs.
+    """Draw the linked pairs, at a cost that grows with the links and not with the pairs.
 
     The gap to the next linked pair is geometric, so gaps are drawn until they pass the end.
     """

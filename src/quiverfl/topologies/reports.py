@@ -38,7 +38,7 @@ def check_client_count(topology: str, clients: int) -> None:
 
 @dataclass(frozen=True)
 class ReportSpec:
-    """What clients report for a topology: float32 numbers that go with every message.
+    """Contents of a client's report for a topology: float32 numbers sent with every message.
 
     loss    the client's mean training loss with the model it began the round with
     norm    norm of its update: how far training moved its shared parameters
@@ -101,7 +101,7 @@ class ReportView:
 
     @classmethod
     def empty(cls, spec: ReportSpec, clients: int) -> ReportView:
-        """Before the first round no report has reached anybody."""
+        """Before the first round no client has received a report."""
         square = (clients, clients)
         return cls(
             spec,
@@ -123,7 +123,7 @@ class ReportView:
         return ReportView(self.spec, values, heard, sent)
 
     def of_client(self, client: int) -> ReportView:
-        """What one client knows: all other rows are empty."""
+        """The reports that one client has received: all other rows are empty."""
         view = ReportView.empty(self.spec, self.clients)
         for name, rows in view.arrays().items():
             rows[client] = self.arrays()[name][client]

@@ -35,9 +35,9 @@ class Topology(TopologyCard):
     """round → Graph, or (round, view) → Graph if the topology is adaptive."""
     options: Mapping[str, Any] = field(default_factory=dict)
     reports: ReportSpec | None = None
-    """What clients report; set for an adaptive topology."""
+    """Contents of the clients' reports; set for an adaptive topology."""
     membership: Membership | None = None
-    """Who is a member in which round, where members join or leave (`with_members`)."""
+    """Members of each round, if members join or leave (`with_members`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clients", python_number(self.clients))
@@ -72,7 +72,7 @@ class Topology(TopologyCard):
 
 @dataclass(frozen=True)
 class GraphNeeds:
-    """What a method asks of every graph, so that its sums make sense."""
+    """Requirements of a method on every graph, so that its sums are correct."""
 
     method: str
     """Its title."""

@@ -1,4 +1,4 @@
-"""What a run does to messages between `message` and the exchange, by section and name."""
+"""Changes that a run makes to messages before the exchange, by section and name."""
 
 from __future__ import annotations
 

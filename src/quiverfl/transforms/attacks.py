@@ -34,9 +34,10 @@ class Adversary(Protocol):
         """The fraction of clients that attack."""
 
     def attack(self, sent: Message, before: Message, mass: str | None, noise: Noise) -> Message:
-        """What attackers send in place of `sent`; `before` is what they had when the round began.
+        """Messages of attackers in place of `sent`.
 
-        Rows are attackers. A leaf that does not change may be returned itself.
+        `before` has the values that the round began with. Rows are attackers.
+        A leaf that does not change may be returned itself.
         """
 
 

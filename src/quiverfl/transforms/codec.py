@@ -226,7 +226,7 @@ class MessageCodec:
         return message
 
     def transmit(self, message: Mapping[str, AnyArray], origin: Origin) -> dict[str, AnyArray]:
-        """What receivers decode of a message: Q(u)."""
+        """The message as receivers decode it: Q(u)."""
         kinds = {name: (leaf.size, leaf.dtype) for name, leaf in message.items()}
         flat = self.decode(self.encode(message, origin), kinds, origin)
         return {name: flat[name].reshape(leaf.shape) for name, leaf in message.items()}

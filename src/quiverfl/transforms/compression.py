@@ -18,7 +18,7 @@ from quiverfl.options import Fraction, check_options
 from quiverfl.transforms.noise import BLOCK
 
 Feedback = Literal["auto", "remainder", "replica"]
-"""What happens to the part of a message that is not sent.
+"""Handling of the part of a message that is not sent.
 
     remainder   it stays with its sender: u' = u - Q(u) + Σ P · Q(u), on every graph
     replica     clients send differences to a replica x̂ that neighbours keep, as in CHOCO-SGD:
@@ -50,7 +50,7 @@ class Compression(Protocol):
         """The same for differences to replicas: coding must bring replicas nearer."""
 
     def transmit(self, blocks: Tensor, dither: Tensor) -> Tensor:
-        """What a receiver decodes of blocks [clients, blocks, numbers]; a new tensor."""
+        """Code and decode blocks [clients, blocks, numbers]; a new tensor."""
 
     def coded_bytes(self, numbers: int, element: int) -> int:
         """Bytes of a coded leaf of `numbers` numbers of `element` bytes each."""

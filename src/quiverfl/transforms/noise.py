@@ -4,8 +4,8 @@ All are pure functions of the seed, the round, the client, the leaf and the plac
 
 A round has one table of dither. A client reads row (client + turn) of it for a block, where the
 turn is hashed from the leaf and the block: no two of up to 1,024 clients read the same row for the
-same block. So dither for a thousand clients costs as much as for one, and whoever knows the seed
-(another rank, a peer, the receiver of a random choice) reads the same numbers.
+same block. So dither for a thousand clients costs as much as for one, and every rank or peer
+that knows the seed, such as the receiver of a random choice, reads the same numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Noise:
     round: int
     clients: Integers
     secret: bytes = b""
-    """Noise is drawn from it where others know the seed, which must not tell them the noise."""
+    """Noise is drawn from it if others know the seed, as the seed must not reveal the noise."""
 
     def with_count(self, count: int) -> Noise:
         """Other numbers for the same round and clients; the same ones for count 0."""
@@ -61,7 +61,7 @@ class Noise:
         return both.reshape(-1)[:numbers]
 
     def _secret_bits(self, name: str, client: int, count: int) -> npt.NDArray[np.uint64]:
-        """Bits that nobody without the secret can tell from chance."""
+        """Bits that cannot be told from chance without the secret."""
         text = repr((self.purpose, name, int(self.round), client)).encode()
         digest = hashlib.shake_256(self.secret + b"\0" + text).digest(8 * count)
         return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -105,7 +105,7 @@ class Dither:
         return torch.cat([once, once]).to(self.device)
 
     def for_leaf(self, leaf: str, clients: Integers, numbers: int) -> ClientDither:
-        """What these clients draw for a leaf of this many numbers."""
+        """The dither of these clients for a leaf of this many numbers."""
         groups, own = np.unique(clients // ROWS, return_inverse=True)
         blocks = np.arange(-(-numbers // BLOCK))
         hashes = key_hashes(self.seed, f"dither {leaf}", self.round, blocks[:, None], groups)

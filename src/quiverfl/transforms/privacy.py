@@ -52,7 +52,7 @@ class UpdatePrivacy(_Gaussian):
     name = "update"
 
     def privatize(self, sent: Message, before: Message, mass: str | None, noise: Noise) -> Message:
-        """What clients send in place of `sent`, each row for itself."""
+        """Private messages in place of `sent`; rows are independent."""
         update = {name: sent[name] - before[name] for name in before}
         factors = torch.clamp(self.clip / message_norms(update).clamp_min(1e-300), max=1.0)
         private = dict(sent)
@@ -114,7 +114,7 @@ def enforce_budget(
 
 
 def affordable(budget: float, noise: float, delta: float) -> int:
-    """How many releases a budget pays for."""
+    """Number of releases that a budget pays for."""
     if epsilon(1, noise, delta) > budget:
         return 0
     low, high = 1, 2

@@ -25,7 +25,7 @@ from quiverfl.types import AnyArray, Floats, Integers
 
 @dataclass(frozen=True, eq=False)
 class ReceivedMessage:
-    """What receivers compare on every link between two clients."""
+    """Norms and distances that receivers compare, one entry per link between two clients."""
 
     receivers: Integers
     distances: Floats
@@ -81,7 +81,7 @@ class SelfCenteredClip:
         return factors
 
     def acceptance_radius(self, progress: float) -> None:
-        """None: which models are near depends on the others."""
+        """None: which models are near depends on the other messages."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class NormBound:
 def reweigh_graph(graph: Graph, factors: Floats, mass: bool = True) -> Graph:
     """The graph with the weight of every link times its factor (in the order of `cross_links`).
 
-    Without a `mass`, which would tell how much arrived, rows that sum to 1 still do.
+    Without a `mass`, which would show how much arrived, rows that sum to 1 still do.
     """
     links = graph.sparse.tocoo()
     other = links.row != links.col
@@ -199,7 +199,7 @@ def compute_factors(
     others: Sequence[tuple[Leaves, float]],
     progress: float,
 ) -> Floats:
-    """The part of each of the others' (message, mass) that one receiver accepts.
+    """The fraction of each received (message, mass) that one receiver accepts.
 
     No rule accepts a message that is not finite.
     """

@@ -182,7 +182,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _WatchedInfo(StepInfo):
-    """Notes that the rate is read."""
+    """Records that the rate was read."""
 
     trial: _Trial | None = None
 

@@ -1,4 +1,4 @@
-"""What can work together: refused with a sentence before anything is computed or written."""
+"""Refuse settings that do not work together, before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _cores() -> int:
 
 
 def _can_look(method: Method, topology: str, graph: Graph) -> None:
-    """What clients tell goes with their messages, and is known when these have arrived."""
+    """Refuse an adaptive topology whose reports would not arrive: they travel with messages."""
     if method.topology == "isolated":
         raise QuiverError(
             f"{method.title} sends nothing, so no report that {topology} needs arrives: "
@@ -219,7 +219,7 @@ def _misspelt(method: Any) -> None:
 
 
 def graph_needs(method: Method) -> GraphNeeds:
-    """What the graphs of a run must be like for this method."""
+    """The requirements of this method on the graphs of a run."""
     if not isinstance(method.delay, int) or method.delay < 0:
         raise QuiverError(
             f"{method.title}: delay = {method.delay!r}: it must be a whole number ≥ 0."
@@ -235,7 +235,7 @@ def check_graph(method: Method, graph: Graph) -> Graph:
 
 
 def check_phases(method: Method, phases: Sequence[Phase], unequal_epochs: bool) -> None:
-    """Refuse phases that say too little, too much, or what nobody would carry out."""
+    """Refuse phases that are incomplete, contradictory, or ask for what is not carried out."""
     if not isinstance(phases, tuple | list) or not all(isinstance(p, PHASES) for p in phases):
         raise QuiverError(
             f"{method.title}: phases returned {phases!r}; it must return a tuple of Train, "
@@ -346,7 +346,7 @@ def _check_inner(method: Method, inner: Train | SingleStep) -> None:
 def _check_kinds(
     task: object, data: object, method: object, topology: object, training: object
 ) -> None:
-    """The slips of a first try: a model for a task, a class or a name for a method."""
+    """Refuse common slips: a model for a task, a class or a name for a method."""
     if not isinstance(task, Task):
         raise QuiverError(
             f"task is a {type(task).__name__}: wrap the model, qv.Task(model=make_model, "

@@ -1,4 +1,4 @@
-"""What a model, its loss and its metrics must be: tried on two samples, refused with a sentence."""
+"""Checks of a model, its loss and its metrics, on two samples; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quiverfl.trees import Tree, first_leaf, tree_leaves, tree_map
 
 
 def check_targets(task: Task, y: Tree, outputs: Tree) -> None:
-    """Labels for the default loss, as they are in the data; other losses say it themselves."""
+    """Labels for the default loss, as they are in the data; other losses raise by themselves."""
     if task.loss is cross_entropy and isinstance(y, Tensor) and isinstance(outputs, Tensor):
         _check_class_numbers(y, outputs)
 
@@ -63,7 +63,7 @@ def _check_class_numbers(y: Tensor, outputs: Tensor) -> None:
 
 
 WRONG = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-"""What torch and a model's own code raise for inputs they cannot take."""
+"""Errors that torch and a model's own code raise for inputs they cannot take."""
 CPU, KEY = torch.device("cpu"), torch.int64
 
 
@@ -207,7 +207,7 @@ def _check_training(program: Program, x: Tree) -> None:
 
 
 def _check_use(program: Program, x: Tree) -> Tree:
-    """In use it draws nothing, and says the same of a sample whatever else is in the batch."""
+    """In eval mode it draws nothing, and a sample's output does not depend on its batch."""
     program.module.eval()
     watch = _Watch(torch.zeros((), dtype=KEY))
     outputs = _outputs(program, x, watch)

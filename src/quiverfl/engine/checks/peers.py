@@ -23,10 +23,10 @@ CHECKED_ROUNDS = 256
 
 
 def choose_message_split(method: Method, topology: Topology, rounds: int) -> MessageSplit:
-    """How peers send this method's messages over this topology. Refuses what they cannot send."""
+    """Whether peers send shares or copies; refuses a method or graph that they cannot run."""
     check_peer_method(method)
     split: MessageSplit = "shares"
-    # A rule that has heard nothing may look like another: two rounds, with made-up reports.
+    # Without reports a rule may look like another: two rounds, with made-up reports.
     adaptive = topology.reports is not None
     graphs = draw_first_graphs(topology, 2 if adaptive else count_checked_rounds(topology, rounds))
     for graph in graphs:

@@ -64,7 +64,7 @@ class ModelProbe:
         return cls(task, program, point, tree_map(cast, x), tree_map(cast, y))
 
     def look(self, params: Params, features: bool) -> tuple[ModelOutputs, Tree]:
-        """What stacked models make of the samples, [k, 2, …], and the targets of these."""
+        """Outputs of stacked models for the samples, [k, 2, …], and the samples' targets."""
         self._program.module.eval()
         seen = []
         for own in zip(*params, strict=True):
@@ -88,7 +88,7 @@ class ModelProbe:
         return features, tuple(first_leaf(seen.outputs).shape[1:])
 
     def first_state(self, method: Method) -> Any:
-        """What one client might start with: its fields have the shapes of everybody's."""
+        """A possible initial state of one client: its fields have the shapes of all clients'."""
         own, common = (Params(*(part.clone() for part in self._point)) for _ in range(2))
         start = Start(own, common, 1, np.random.default_rng(0), *self.shapes)
         state = make_state(method, self._task, start)
@@ -122,7 +122,7 @@ class ModelProbe:
             try:
                 together.bind(self._program, point, "whole")(Batch(2, x, y, keys=keys))
                 together.forward(self._program, point, x)
-            except Exception as error:  # whatever it is: one by one it works, or says it again
+            except Exception as error:  # any error: the model works one by one, or raises it again
                 return _first_sentence(error)
         return None
 

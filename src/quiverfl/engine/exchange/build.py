@@ -144,7 +144,7 @@ def poison_training_data(
 
 
 def keeps_replicas(transforms: Transforms, method: Method, topology: Topology, rounds: int) -> bool:
-    """Whether clients send differences to replicas in place of the numbers themselves."""
+    """Whether clients send differences to replicas instead of the values themselves."""
     compression = transforms.compression
     if compression is None or compression.feedback != "auto":
         return compression is not None and compression.feedback == "replica"

@@ -1,4 +1,4 @@
-"""The stage of compression: coded messages travel, and what was not sent is not lost.
+"""The stage of compression: coded messages travel, and the rest is kept.
 
     remainder   u' = u - Q(u) + Σ P · Q(u): what is not sent stays with its sender, so that Σu is
                 what it was wherever the columns of P sum to 1. The mass is sent as it is.
@@ -105,7 +105,7 @@ class CompressionStage(MessageStage):
             self._replicas = {name.removeprefix(REPLICA): tensors[name] for name in names}
 
     def _update_known(self, name: str, leaf: Tensor, transmit: Transmit) -> Tensor:
-        """What others know of the rows here once this round's codes have arrived."""
+        """The value that receivers hold for each row here once this round's codes have arrived."""
         flat = leaf.view(len(leaf), -1)
         width = chunk_width(max(1, len(leaf)), leaf.element_size(), BLOCK)
         if self._replicas is None:
@@ -150,7 +150,7 @@ def keeps_all(graph: Graph) -> Flags:
     """Clients whose whole message stays with them: they keep every bit of it, uncoded.
 
     A client that merely has no receivers may still give its own message up for what it receives,
-    as on `random_pull`; then it gives up its code, as everybody does.
+    as on `random_pull`; then it gives up its code, as all clients do.
     """
     keeps: Flags = (count_uploads(graph) == 0) & (own_weights(graph) >= 1 - TOLERANCE)
     return keeps

@@ -30,7 +30,7 @@ class MessageStage:
         return graph, outbox
 
     def after(self, round: int, graph: Graph, mixed: Message) -> Message:
-        """What clients receive; `graph` is the one that the core mixed with."""
+        """Change the received messages; `graph` is the one that the core mixed with."""
         return mixed
 
     def coded_sizes(self, outbox: Message, sizes: Integers) -> Integers:
@@ -38,11 +38,11 @@ class MessageStage:
         return sizes
 
     def record(self, graph: Graph, sizes: Integers) -> dict[str, Any]:
-        """What the round's record says of this stage, or says otherwise because of it."""
+        """Entries that this stage adds to the round's record, or replaces in it."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What belongs to a checkpoint."""
+        """The stage's tensors for a checkpoint."""
         return {}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -56,7 +56,7 @@ class Core(Protocol):
         """The clients whose messages are needed; None for all."""
 
     def mix(self, round: int, graph: Graph, outbox: Message) -> Message:
-        """What every client here receives; the memory of `outbox` may be used."""
+        """The mixed message of every client here; the memory of `outbox` may be used."""
 
     def coded_sizes(self, outbox: Message, sizes: Integers) -> Integers: ...
     def tensors(self) -> dict[str, Tensor]: ...
@@ -93,7 +93,7 @@ class Exchange:
         self._graph, self._mixed = graph, self.core.mix(round, graph, outbox)
 
     def collect(self, round: int) -> Message:
-        """What every client receives in this round."""
+        """The mixed message of every client in this round."""
         mixed, self._mixed = self._mixed, {}
         assert self._graph is not None
         for stage in reversed(self.stages):
@@ -101,7 +101,7 @@ class Exchange:
         return mixed
 
     def record(self, graph: Graph, sizes: Integers) -> dict[str, Any]:
-        """What crossed the network in the round that was pushed last, and what stages record."""
+        """Bytes that crossed the network in the last round pushed, and entries of the stages."""
         record = traffic(graph, sizes)
         for stage in self.stages:
             record |= stage.record(graph, sizes)
@@ -121,7 +121,7 @@ class Exchange:
             stage.restore(tensors)
 
     def _select_senders(self, graph: Graph, outbox: Message) -> Message:
-        """The rows that the core needs, where it does not need all of those here."""
+        """The rows that the core needs, if it does not need all rows here."""
         senders = self.core.senders(graph)
         if senders is None:
             return outbox
@@ -156,7 +156,7 @@ def traffic(graph: Graph, payload: Integers) -> dict[str, Any]:
 
 
 def _count_received(graph: Graph, payload: Integers) -> Integers:
-    if graph.one_row:  # everybody hears the same senders, but not itself
+    if graph.one_row:  # all clients receive from the same senders, but not from themselves
         own = np.where(np.isin(np.arange(graph.clients), graph.senders), payload, 0)
         return int(payload[graph.senders].sum()) - own
     links = graph.sparse.tocoo()

@@ -89,7 +89,7 @@ def take_part(message: Mapping[str, AnyArray], part: float) -> Leaves:
 
 
 def add_shares(own: Mapping[str, AnyArray], shares: Sequence[Mapping[str, AnyArray]]) -> Leaves:
-    """Own share plus the others', in the given order."""
+    """The own share plus the received ones, in the given order."""
     result = {name: np.array(leaf) for name, leaf in own.items()}
     for share in shares:
         for name, leaf in result.items():
@@ -100,7 +100,7 @@ def add_shares(own: Mapping[str, AnyArray], shares: Sequence[Mapping[str, AnyArr
 def keep_remainder(
     message: Mapping[str, AnyArray], known: Mapping[str, AnyArray], numerator: int, denominator: int
 ) -> Leaves:
-    """What the sender keeps where others get shares of Q(u): u - Q(u) + w · Q(u)."""
+    """The part that a sender of coded shares keeps: u - Q(u) + w · Q(u)."""
     return add_shares(unsent_part(message, known), [scale_message(known, numerator, denominator)])
 
 

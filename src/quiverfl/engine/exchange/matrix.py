@@ -36,16 +36,16 @@ LINES = 64
 FIRST_CACHE = 32 << 10
 """Bytes of a chunk in C, where there are few clients; a chunk of many fits the second cache."""
 AT_ONCE = 2**24
-"""Numbers of one call of the C: Ctrl-C is heard between two."""
+"""Numbers of one call of the C code: Ctrl-C takes effect between two calls."""
 DENSE_SHARE = 0.25
 """Above this fraction of non-zero weights the dense product is faster."""
 DUE, WAITING = "due/", "waiting/"
 """Names in a checkpoint."""
 
 Transmit: TypeAlias = Callable[[Tensor, int], Tensor]
-"""(columns of all rows, number of the first one) → what receivers decode of them; a new tensor."""
+"""(columns of all rows, number of the first one) → their decoded values; a new tensor."""
 Product: TypeAlias = Callable[[Graph, Tensor], Tensor]
-"""(graph, the messages of the rows that are here) → what those rows receive."""
+"""(graph, the messages of the rows that are here) → their mixed messages."""
 
 
 def mix(

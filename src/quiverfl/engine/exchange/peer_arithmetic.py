@@ -90,7 +90,7 @@ class PeerArithmetic:
         return mixed
 
     def _transmit(self, messages: list[Leaves], round: int) -> list[Leaves]:
-        """What receivers decode of each message."""
+        """Each message as its receivers decode it."""
         if self._codec is None:
             return messages
         return [
@@ -101,7 +101,7 @@ class PeerArithmetic:
     def _exchange_shares(
         self, graph: Graph, messages: list[Leaves], units: list[int], round: int
     ) -> tuple[list[Leaves], list[int]]:
-        """What every client has after a round of shares, and its mass."""
+        """Every client's message after a round of shares, and its mass."""
         own_parts: list[Leaves] = []
         own_units = list(units)
         arriving: list[list[_Share]] = [[] for _ in messages]

@@ -30,14 +30,14 @@ from quiverfl.types import Integers
 
 @dataclass(frozen=True, eq=False)
 class ColumnCode:
-    """How one leaf is coded in one round; `silent` are the rows of clients that keep everything."""
+    """The coding of one leaf in one round; `silent` are rows of clients that keep everything."""
 
     compression: Compression
     dither: ClientDither
     silent: Integers
 
     def transmit(self, rows: Tensor, begin: int) -> Tensor:
-        """What receivers decode of columns [clients, width] from column `begin`; a new tensor."""
+        """Decoded values of columns [clients, width] from column `begin`; a new tensor."""
         decoded = transmit_columns(self.compression, self.dither, rows, begin)
         return decoded.index_fill_(0, self._silent, 0.0) if len(self.silent) else decoded
 
@@ -49,7 +49,7 @@ class ColumnCode:
 def transmit_columns(
     compression: Compression, dither: ClientDither, rows: Tensor, begin: int
 ) -> Tensor:
-    """What receivers decode of columns [clients, width] that begin with a block."""
+    """Decoded values of columns [clients, width] that begin with a block."""
     blocks, rest = divmod(rows.shape[1], BLOCK)
     cut = blocks * BLOCK
     parts = []
@@ -69,7 +69,7 @@ def transmit_columns(
 
 SOURCE = ("quantized_mixing", "-ffp-contract=off")
 AT_ONCE = 2**24
-"""Numbers of one call: Ctrl-C is heard between two."""
+"""Numbers of one call: Ctrl-C takes effect between two calls."""
 
 
 class _MixQuantized(ctypes.Structure):
@@ -163,7 +163,7 @@ def _by_c(graph: Graph, leaf: Tensor, code: ColumnCode) -> Tensor:
 
 
 def _arrays(graph: Graph, code: ColumnCode) -> dict[str, npt.NDArray[Any]]:
-    """What the C reads, by the names of its fields. The caller must keep references to them."""
+    """Inputs of the C code, by the names of its fields. The caller must keep references to them."""
     csr, dither = graph.sparse, code.dither
     silent = np.zeros(graph.clients, dtype=np.uint8)
     silent[code.silent] = 1

@@ -68,12 +68,12 @@ class UpdateStage(MessageStage):
 
 
 class LastMessages(UpdateStage):
-    """What every client received last, without the mass: where its next update begins."""
+    """Every client's last received message, without the mass: its next update starts there."""
 
     def __init__(
         self, first: Message, ids: Integers, mass: str | None, seed: int, by_row: bool = False
     ) -> None:
-        """`first` are the messages of clients that have not trained at all.
+        """`first` are the messages of clients before any training.
 
         `by_row`: every row is rewritten by itself, as peers rewrite theirs.
         """
@@ -121,8 +121,8 @@ class LastMessages(UpdateStage):
 class AttackStage(UpdateStage):
     """Replaces what attackers send.
 
-    An attacker that claims a false mass deceives others and not itself: what it keeps of its own
-    message, and what is refused and returns to it, has its true mass.
+    An attacker that claims a false mass deceives others and not itself: the part of its own
+    message that it keeps, and parts that are refused and return to it, have their true mass.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class AttackStage(UpdateStage):
 
 
 class NoiseStage(UpdateStage):
-    """Clips and noises the updates of honest clients, and counts what that costs them."""
+    """Clips and noises the updates of honest clients, and counts the privacy cost."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class NoiseStage(UpdateStage):
         self._world = world
         self._releases: Integers = np.zeros(len(last.ids), dtype=np.int64)
         self.secret = b""
-        """What noise is drawn from where others know the seed."""
+        """Secret that the noise is drawn from, if other clients know the run's seed."""
 
     def rewrite(self, round: int, outbox: Message, sends: Flags, present: Flags) -> None:
         # A client that only receives adds its own share to a sum that others see later.
@@ -200,7 +200,7 @@ class NoiseStage(UpdateStage):
         return {"epsilon": self.epsilon().tolist()}
 
     def epsilon(self) -> Floats:
-        """What every client has spent."""
+        """ε spent so far, per client."""
         return spent_epsilon(self._gather(self._releases), self._privacy)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -23,15 +23,15 @@ from quiverfl.types import Integers
 class FullGroup:
     """The whole vectorised group, including clients on other ranks, in client order.
 
-    How many examples they have decides how far batches are padded, and so the last bits of sums.
+    Numbers of examples decide how far batches are padded, and so the last bits of sums.
     """
 
     clients: Integers
     train: Integers
-    """How many training examples each has, as `test` says it of test examples."""
+    """Training examples per client; `test` has the test examples."""
     test: Integers
     epochs: Integers | None
-    """Each client's own, where they are not the phase's."""
+    """Epochs per client, if they differ from the phase's."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class ClientGroup:
 
 @dataclass(frozen=True)
 class PhaseIndex:
-    """Which phase of which round this is, and which fraction of all clients trains in that round.
+    """Number of the phase and its round, and the fraction of all clients that trains in it.
 
-    Where clients do not wait for each other, `round` is every client's own, by its number.
+    If clients do not wait for each other, `round` has one entry per client.
     """
 
     round: int | Integers
@@ -60,7 +60,7 @@ class PhaseIndex:
 
 @dataclass(eq=False)
 class PhaseContext:
-    """The same for all phases, rounds and clients."""
+    """Everything a phase needs that is the same for all phases, rounds and clients."""
 
     task: Task
     examples: Examples
@@ -73,11 +73,11 @@ class PhaseContext:
     draws: bool = False
     """Whether the model draws random numbers in training, as dropout does."""
     private: DPSGD | None = None
-    """How gradients are clipped and blurred, if they are."""
+    """How gradients are clipped and noised, if they are."""
     by_sample: bool = False
     """Whether gradients of several samples can be computed at once, each apart."""
     secret: bytes = b""
-    """What their noise is drawn from where others know the seed."""
+    """Secret that the noise is drawn from, if other clients know the run's seed."""
     programs: ProgramPool = field(init=False)
     program: Callable[..., Program] = field(init=False)
     """slot → a module of this worker's own, as a module is bound to one model at a time."""

@@ -24,11 +24,11 @@ from quiverfl.types import Flags, Integers
 READ = 64 << 20
 """Bytes of a file that may be in memory before its pages are forgotten."""
 AROUND = 2 << 20
-"""What the system may bring into memory around a byte that is read: a large page."""
+"""Bytes that the system may load around a byte that is read: a large page."""
 
 
 class Batch(NamedTuple):
-    """What one step is computed on: samples of the first `clients` clients of a group."""
+    """The batch of one step: samples of the first `clients` clients of a group."""
 
     clients: int
     inputs: Tree
@@ -37,14 +37,14 @@ class Batch(NamedTuple):
     weights: Tensor | None = None
     """1 for samples and 0 for padding, [clients, samples]; None where nothing is padded."""
     keys: Tensor | None = None
-    """What each client's model draws its random numbers from, [clients]; None if it draws none."""
+    """Keys of the random numbers of each client's model, [clients]; None if it draws none."""
     noise: Noise | None = None
     """What makes the gradient private, if it is."""
     second_half: Batch | None = None
     """The other samples, where a phase looks ahead on one half and steps on the other."""
 
     def repeat_for_step(self, repeat: int, first_noise: int = 0) -> Batch:
-        """The same samples for another step: models and noise draw other numbers."""
+        """The same samples for another step: dropout and noise draw new numbers."""
         keys = None if self.keys is None else self.keys + repeat
         noise = None if self.noise is None else self.noise.with_count(first_noise + repeat)
         rest = self.second_half
@@ -104,7 +104,7 @@ class Examples:
 
     @property
     def byte_factors(self) -> tuple[Tensor, Tensor] | None:
-        """What a model that is handed bytes multiplies by and adds, for each pixel of a line."""
+        """Factor and offset with which a model normalises bytes, for each pixel of a line."""
         images = self._images
         return images.factors if images is not None and images.as_bytes else None
 
@@ -116,7 +116,7 @@ class Examples:
         keys: Tensor | None = None,
         noise: Callable[[int, int], Noise | None] | None = None,
     ) -> Iterator[Batch]:
-        """The batches of a phase, step by step, of those clients who still have some.
+        """The batches of a phase, step by step, of the clients that still have some.
 
         `rows` are the clients, as the plan orders them. `hashes` [clients, steps, samples] are what
         augmentation draws from and `keys` [clients, steps] what models do. All that a phase needs
@@ -160,7 +160,7 @@ class Examples:
         return self._take(places, indices, hashes, crops)
 
     def _draw_crops(self, hashes: Hashes | None) -> list[Tensor]:
-        """What CropFlip draws, on the device; nothing where images are cut on the CPU."""
+        """The draws of CropFlip, on the device; none where images are cropped on the CPU."""
         on_disk = self._split.rows is not None
         if hashes is None or on_disk or self._images is not None:
             return []
@@ -244,7 +244,7 @@ def pair_halves(first: Iterator[Batch], second: Iterator[Batch]) -> Iterator[Bat
 
 
 def mark_padding(counts: Integers, group_counts: Integers) -> Flags | None:
-    """Which samples count, up to the largest number in the group; None where nobody is padded."""
+    """Mask of real samples, as wide as the group's largest client; None if there is no padding."""
     width = int(group_counts.max())
     if len(group_counts) == 1 or (group_counts == width).all():
         return None
@@ -253,6 +253,6 @@ def mark_padding(counts: Integers, group_counts: Integers) -> Flags | None:
 
 
 def padding_weights(counts: Integers, group_counts: Integers, like: Tensor) -> Tensor | None:
-    """1 for samples, 0 for padding; None where nobody is padded."""
+    """1 for samples, 0 for padding; None if there is no padding."""
     marks = mark_padding(counts, group_counts)
     return None if marks is None else torch.from_numpy(marks).to(like)

@@ -103,7 +103,7 @@ class _PhaseLoss:
         return numbers
 
     def _teach(self, state: Any) -> tuple[ModelOutputs, ...]:
-        """What the teachers see."""
+        """The outputs of the teachers."""
         if self._loss.teachers is None:
             return ()
         features, models = self._loss.needs_features, vmap_clients(self._loss.teachers)(state)

@@ -22,7 +22,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.support.environment import NO_FLOAT64
 
 SELU_FLOOR = -1.7580993408473766
-"""What alpha dropout puts in place of a dropped value: SELU's limit at minus infinity."""
+"""The value that alpha dropout puts for a dropped one: SELU's limit at minus infinity."""
 
 
 def _to_signed(bits: int) -> int:
@@ -51,7 +51,7 @@ class KeyedRandomMode(TorchFunctionMode):
         super().__init__()
         self._device = key.device
         self.exact = torch.float64 if key.device.type not in NO_FLOAT64 else torch.float32
-        """What is drawn for torch's own functions of the same name; 24 bits are exact in both."""
+        """The dtype drawn for torch's functions of the same name; 24 bits are exact in both."""
         self._key = key if key.device.type not in NO_FLOAT64 else key.cpu()
         self.count = 0
         """Draws so far."""
@@ -74,7 +74,7 @@ class KeyedRandomMode(TorchFunctionMode):
         return replaced(self, *args, **kwargs)
 
     def bits(self, shape: Iterable[int]) -> Tensor:
-        """64 random bits per place, int64; every call is a draw of its own."""
+        """64 random bits per place, int64; every call is a new draw."""
         shape = tuple(shape)
         place = _mix(self._key + _to_signed(self.count * GOLDEN))
         self.count += 1

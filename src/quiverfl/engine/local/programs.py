@@ -58,7 +58,7 @@ class Program:
     inputs: InputStyle = "arguments"
     statistics: Layout = NOTHING
     padding: int = 0
-    """How much shorter the personal part is than the longest of all clients."""
+    """Numbers by which the personal part is shorter than the longest of all clients."""
 
     @classmethod
     def of(cls, task: Task, dtype: torch.dtype, device: torch.device) -> Program:
@@ -102,7 +102,7 @@ class Program:
 
     @cached_property
     def places(self) -> tuple[tuple[nn.Module, str, str], ...]:
-        """Where the module keeps its parameters: owner, attribute, name (one for tied ones)."""
+        """Places of the module's parameters: owner, attribute, name (one for tied ones)."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         every = list(self.module.named_parameters(remove_duplicate=False))
         bound = {*self.shared.names, *self.personal.names}
@@ -145,7 +145,7 @@ class Program:
     def outputs(
         self, named: dict[str, Tensor] | None, x: Tree, draws: KeyedRandomMode | None = None
     ) -> Tree:
-        """What the model returns, as a tree; its random numbers come from `draws`."""
+        """The model's outputs, as a tree; its random numbers come from `draws`."""
         arguments, keywords = (
             ((x,), {}) if isinstance(x, Tensor) else call_arguments(x, self.inputs)
         )
@@ -158,7 +158,7 @@ class Program:
 
     @contextmanager
     def _capture_features(self) -> Iterator[list[Tensor | None]]:
-        """What the head is called with, for every call; None where that is not one tensor."""
+        """Record the head's input of every call; None for a call without exactly one tensor."""
         if self.head is None:
             raise QuiverError(
                 "this method needs the model's features, which are what its head is given: name "
@@ -189,15 +189,15 @@ class ProgramPool:
         self._opened: dict[int, tuple[Task | None, Tensor | None]] = {}
 
     def take(self, slot: int = 0, model: int = 0) -> Program:
-        """The worker's own, as a module can be bound to one model at a time.
+        """This worker's own program: a module can be bound to only one model at a time.
 
-        `model` says which of the client's models it is, as each has running statistics of its own.
+        `model` says which of the client's models it is, as each has its own running statistics.
         """
         own, _ = self._opened.get(WORKER.index, (None, None))
         template = self._template if own is None else self._templates[id(own)]
         key = (WORKER.index, slot, 0 if own is None else id(own))
         if key not in self._programs:
-            # Of one that nobody computes on: a copy made meanwhile would be of a model in use.
+            # From a template that no worker computes on: another one may be in use during the copy.
             self._programs[key] = template.copy()
         program = self._programs[key]
         if program.statistics.names:
@@ -205,7 +205,7 @@ class ProgramPool:
         return program
 
     def open_client(self, own: Task | None, statistics: Tensor | None) -> None:
-        """From here on this worker's modules are of this client's own model, if it has one.
+        """Point this worker's modules at this client: its own model, if it has one.
 
         They keep their statistics in [models, size], in place.
         """
@@ -215,7 +215,7 @@ class ProgramPool:
 
     @property
     def statistics(self) -> Tensor:
-        """Those of the client that this worker opened last."""
+        """Running statistics of the client that this worker opened last."""
         statistics = self._opened[WORKER.index][1]
         assert statistics is not None
         return statistics
@@ -235,7 +235,7 @@ class Executor(Protocol):
     def forward(
         self, program: Program, point: Params, x: Tree, features: bool = False
     ) -> ModelOutputs:
-        """What k stacked models make of inputs [k, n, …], in use; nothing is differentiated."""
+        """Outputs of k stacked models for inputs [k, n, …], in eval mode and without gradients."""
 
     def bind(
         self,
@@ -395,7 +395,7 @@ def call_stacked(
     features: bool,
     keys: Tensor | None = None,
 ) -> ModelOutputs:
-    """What k models with stacked parameters make of inputs [k, n, …], all at once."""
+    """Outputs of k models with stacked parameters for inputs [k, n, …], all at once."""
 
     def call(named: dict[str, Tensor], x: Tree, key: Tensor | None) -> Any:
         draws = None if key is None else KeyedRandomMode(key)
@@ -409,7 +409,7 @@ def call_stacked(
 
 
 def compile_stacked() -> Stacked:
-    """`stacked` by torch.compile, for models that draw nothing and whose features nobody sees."""
+    """`stacked` by torch.compile, for models that draw nothing, where no features are needed."""
     compiled: dict[Program, Callable[..., Tree]] = {}
 
     def call(

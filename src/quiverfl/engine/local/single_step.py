@@ -1,4 +1,4 @@
-"""SingleStep phases for stacked clients: what they ask for is computed, then all step together."""
+"""SingleStep phases for stacked clients: compute their inputs, then step all together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SingleSteps:
     def step(self, phase: SingleStep, state: Any, index: PhaseIndex, asked: dict[str, Any]) -> Any:
         """The step itself, all clients together."""
         context, device = self.context, self.context.device
-        assert isinstance(index.round, int)  # a clock refuses such phases where nobody waits
+        assert isinstance(index.round, int)  # a clock refuses such phases in runs without waiting
         info = partial(
             StepInfo, index.round, context.rounds, context.training, index.active_fraction
         )

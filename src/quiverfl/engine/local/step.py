@@ -29,7 +29,7 @@ from quiverfl.task import Params
 from quiverfl.training import Training
 
 Buffers = dict[str, Tensor]
-"""What an optimizer remembers, each [clients, size] or [clients, 1]."""
+"""Buffers of an optimizer, each [clients, size] or [clients, 1]."""
 Rates = tuple[tuple[slice, Tensor], ...]
 """Slices of the parameters and their own rate per client [clients, 1]."""
 MOST_REPEATS = 1 << 20

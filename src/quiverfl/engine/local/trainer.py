@@ -83,7 +83,7 @@ class Trainer:
     ) -> tuple[Any, Integers, Buffers]:
         """The state after the phase, the steps each client took, and the optimizer's buffers.
 
-        `epochs` are each client's own, where they are not the phase's.
+        `epochs` are the epochs per client, if they differ from the phase's.
         """
         if isinstance(phase, SingleStep):
             steps_of = SingleSteps(self.context)
@@ -124,7 +124,7 @@ class Trainer:
         unequal: bool,
         training: Training,
     ) -> Integers:
-        """How many samples each step has of everybody in the whole group.
+        """Number of samples per step, for every client of the whole group.
 
         `unequal`: each client has its own number of epochs.
         """
@@ -136,7 +136,7 @@ class Trainer:
     def count_visits(
         self, phase: Train | Interleaved, group: ClientGroup, steps: Integers
     ) -> Integers:
-        """How often a sample was looked at, at most, in so many steps of a phase."""
+        """Largest number of times that a sample was visited in so many steps of a phase."""
         sizes, each = self.context.examples.sizes[group.rows], count_gradients(phase)
         batch = phase_settings(phase, self.context.training).batch_size
         epoch = -(-sizes // (sizes if batch is None else np.minimum(batch, sizes)))
@@ -208,7 +208,7 @@ class _PhaseWork:
         return state
 
     def _batches(self, phase: Train, examples: Examples, rows: Integers) -> Iterator[Batch]:
-        """What each step of a phase is computed on."""
+        """The batches of a phase, one per step."""
         if phase.lookahead is None or not phase.lookahead.split_batch:
             return self._load(examples, rows, self.plan)
         halves = (self._load(examples, rows, plan) for plan in self.plan.split_in_halves())
@@ -254,7 +254,7 @@ class _PhaseWork:
         return Examples(split, None, context.dtype, context.device)
 
     def _loaded_steps(self, phase: Train, state: Any, turn: int) -> PhaseSteps:
-        """Steps of a phase that takes turns, on modules of its own: it stays bound to its model."""
+        """Steps of a phase that takes turns, on its own modules: it stays bound to its model."""
         context = self.trainer.context
         training = phase_settings(phase, context.training)
         start = vmap_clients(phase.params)(state)
@@ -326,14 +326,14 @@ def _client_rates(
 
 
 def _own_rates(rate_at: Callable[[int], float], rounds: Integers, like: Tensor) -> Tensor:
-    """The rate of every client's own round."""
+    """The learning rate of each client's current round."""
     return like.new_tensor([rate_at(own) for own in rounds.tolist()])
 
 
 def _describe_trained(
     params: Params, steps: Integers, training: Training, index: PhaseIndex, round: int | Integers
 ) -> Trained:
-    """The trained models with what a method may want to know of how they were made."""
+    """The trained models with the steps and rates of their training, for the method."""
     like = params.shared
     if not isinstance(round, int):
         return _describe_own_rounds(params, steps, training, index.active_fraction, round)
@@ -352,7 +352,7 @@ def _describe_trained(
 def _describe_own_rounds(
     params: Params, steps: Integers, training: Training, fraction: float, rounds: Integers
 ) -> Trained:
-    """The same where every client is in a round of its own."""
+    """The same, if each client counts its own rounds."""
     like, etas = params.shared, [training.lr_at(own) for own in rounds.tolist()]
     reach = [eta * training.momentum_sum(n) for eta, n in zip(etas, steps.tolist(), strict=True)]
     return Trained(
@@ -385,7 +385,7 @@ def _take_buffers(buffers: Buffers | None, order: Integers) -> Buffers | None:
 
 
 def _replace_first(state: Any, first: Any) -> Any:
-    """The first clients' new states before the others' old ones."""
+    """The new states of the first clients, followed by the old states of the rest."""
     k = len(next(iter(first)))
     if k == len(next(iter(state))):
         return first

@@ -15,7 +15,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.types import Flags
 
 LIBRARIES = (str(Path(__file__).parents[1]), str(Path(inspect.getfile(torch)).parent))
-"""Where lines are not the author's: the engine and torch."""
+"""Folders whose lines are not the author's: the engine and torch."""
 RULES = (
     "A method's functions are written for one client: its vectors have one axis, and they may use "
     "tensor operations only, no if on a value, no .item(), no random numbers, nothing in place."
@@ -38,7 +38,7 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def method_error(function: Callable[..., Any], error: BaseException) -> QuiverError:
-    """What went wrong, where in the author's file, and what a method's function may do."""
+    """The error, its line in the author's file, and the rules for a method's function."""
     first = str(error).splitlines()[0] if str(error) else ""
     return QuiverError(
         f"{function_name(function)} failed{_find_line(error)}: {type(error).__name__}: "

@@ -28,7 +28,7 @@ class Halted(Exception):
 
 class _Worker(threading.local):
     index = 0
-    """Which of the workers this thread is; 0 outside of them, as nothing else is at work then."""
+    """Number of this worker's thread; 0 outside of the workers, when none of them runs."""
     halt: threading.Event | None = None
     """Set when the whole has been broken off: long work then raises Halted between its steps."""
 
@@ -66,7 +66,7 @@ def parallel_for(work: Callable[[Item], None], items: Iterable[Item], workers: i
             waiting.extend(pool.submit(work_unless_halted, item) for item in items)
             while waiting:  # no name is kept: an error would hold what its own frame holds
                 waiting.popleft().result()
-        except BaseException:  # Ctrl-C is one: nobody should wait for a long client to finish
+        except BaseException:  # Ctrl-C is one: it should not wait until a long client is finished
             halt.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
