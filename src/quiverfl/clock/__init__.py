@@ -1,1 +1,1 @@
-"""When things happen: devices, links and absence, and runs in which not everybody waits."""
+"""When things happen: devices, links and absence, and runs without common rounds."""

@@ -1,4 +1,4 @@
-"""What a clock refuses, before anything is computed."""
+"""Checks of a clock, before anything is computed."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ def microseconds(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """When a client is there: from each of `begins` up to its `ends`, in microseconds.
+    """Times when a client is present: from each of `begins` up to its `ends`, in microseconds.
 
-    With a `period` the whole repeats. Without, nobody knows what comes after the last end.
+    With a `period` the whole repeats. Without one, presence after the last end is unknown.
     """
 
     begins: tuple[int, ...] = (0,)
@@ -94,7 +94,7 @@ class Trace:
 @refuse_old_names(drawn="draw")
 @dataclass(frozen=True, eq=False)
 class Devices:
-    """What clients compute and communicate with. Numbers hold for all, arrays for one client each.
+    """The devices and links of clients. A number holds for all of them, an array has one each.
 
     `step` is the seconds of a local step, `up` and `down` bytes a second, `latency` the seconds a
     message takes beside that. `server` is the bandwidth of a server in each direction. `watts` are
@@ -231,12 +231,12 @@ class Devices:
 
 _PER_CLIENT = ("step", "up", "down", "watts", "idle_watts")
 OTHERS = ("latency", "server", "watts", "idle_watts", "joules_per_mb")
-"""What `drawn` takes as it is."""
+"""Options that `draw` passes on unchanged."""
 ALWAYS = Trace()
 
 
 def draw_traces(clients: int, away: float, mean_on: float, seed: int) -> tuple[Trace, ...]:
-    """Exponential times there and away in turn; empty where nobody is ever away."""
+    """Alternating exponential times of presence and absence; empty if no client is ever away."""
     if not 0 <= away < 1:
         raise QuiverError(f"devices.away = {away:g}: it must be in [0, 1); 1 is never there.")
     if not mean_on > 0:

@@ -82,7 +82,7 @@ def read_traces(path: Path, clients: int, seed: int) -> tuple[Trace, ...]:
 
 
 def hash_file(path: Path) -> str:
-    """What a run's identity says of a file that it was made from."""
+    """The sha256 of a file that a run is made from, for the run's identity."""
     return hashlib.sha256(_read(path)).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""What a schedule computes: its jobs on the clients' tensors, as many at a time as may be.
+"""Carry a schedule out: its jobs on the clients' tensors, as many at a time as possible.
 
 Jobs that do not need each other are a level: they train together, with the same bits as one by one.
-A message stays in the pool until everybody who will take a part of it has taken it.
+A message stays in the pool until each client that takes a part of it has done so.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Player:
         self._own = np.ones(clients)
         self._merged: set[int] = set()
         self.widths: list[int] = []
-        """How many jobs trained together, batch by batch."""
+        """Number of jobs trained together, one entry per group of jobs."""
 
     def train_until(self, t: int) -> int:
-        """Carry out all jobs that end up to t; how many there were."""
+        """Carry out all jobs that end up to t. Returns their number."""
         jobs = self.schedule.jobs_until(t)
         levels = _find_levels(jobs) if self._together else np.arange(len(jobs))
         order = np.lexsort((jobs.client, levels))
@@ -54,7 +54,7 @@ class Player:
         return len(jobs)
 
     def merge_running(self, t: int) -> None:
-        """Let everybody take what it has taken by t: the state it trains from at that moment."""
+        """Merge what each client has taken by t: the state from which it trains at that moment."""
         running = self.schedule.running
         self._merge(running.pick((running.start <= t) & (t < running.finish)))
 
@@ -81,7 +81,7 @@ class Player:
         return {name: leaf * _column(units, leaf) for name, leaf in message.items()}
 
     def _merge(self, jobs: Jobs) -> None:
-        """What jobs take before they train: their own part first, then the others' as they came."""
+        """Merge what jobs take before they train: the own part, then the rest as it arrived."""
         merged = np.fromiter((n in self._merged for n in jobs.number.tolist()), bool, len(jobs))
         jobs = jobs.pick((jobs.round > 0) & ~merged)
         if not len(jobs):
@@ -110,7 +110,7 @@ class Player:
         self._merged.update(jobs.number.tolist())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Messages that somebody will still take. The rest follows from the schedule."""
+        """Messages that are still to be taken. The rest follows from the schedule."""
         return {f"{POOL}{name}": leaf for name, leaf in self._pool.tensors().items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -130,7 +130,7 @@ class Player:
 
 
 def _find_levels(jobs: Jobs) -> Integers:
-    """For each job how many must be carried out before it, one after the other."""
+    """The level of each job: 1 + the number of jobs in the longest chain that it waits for."""
     level: dict[int, int] = {}
     last: dict[int, int] = {}
     levels = []
@@ -153,9 +153,9 @@ class _Pool:
     def __init__(self) -> None:
         self._leaves: Message = {}
         self._slots: Integers = np.full(1024, -1)
-        """Where the message of a job lies, by the job's number; -1 where it is not kept."""
+        """Slot of a job's message, by the job's number; -1 if it is not kept."""
         self._uses: Integers = np.zeros(0, dtype=np.int64)
-        """How many parts of the message in a slot are still to be taken."""
+        """Number of parts of the message in a slot that are still to be taken."""
         self._owners: Integers = np.zeros(0, dtype=np.int64)
         """The number of the job whose message is in a slot."""
         self._free: list[int] = []
@@ -177,7 +177,7 @@ class _Pool:
         self._slots[numbers], self._owners[slots], self._uses[slots] = slots, numbers, uses
 
     def find(self, numbers: Integers) -> Integers:
-        """Where the messages of these jobs lie."""
+        """The slots of these jobs' messages."""
         slots = self._slots[numbers]
         if (slots < 0).any():
             raise QuiverError(

@@ -1,4 +1,4 @@
-"""The schedule of a run in which nobody waits: train, push shares, take what has come, train again.
+"""The schedule of a run without waiting: train, push shares, take what has come, train again.
 
 Jobs are worked off in stretches, each as array operations: all that end before any job can end that
 has not begun.
@@ -90,7 +90,7 @@ class Push(Schedule):
         return _add(self._held), _add(self._shares.units[self._shares.flying()])
 
     def _end(self, clients: Integers) -> _Ended:
-        """What has come of the jobs of some clients, in the order in which these end."""
+        """End the jobs of some clients, in the order of their ends, and begin the next ones."""
         self.busy[clients] += self._work[clients]
         self.trained[clients] += self._steps[clients]
         now = self._finish[clients]
@@ -180,7 +180,7 @@ class Push(Schedule):
         return arrived
 
     def _take(self, clients: Integers, now: Integers) -> None:
-        """What has come by the end of each client's job is what its next one takes."""
+        """Give each client's next job the shares that have arrived by the end of its last job."""
         shares = self._shares
         slots, places = shares.take(clients, now)
         keys = (shares.number[slots], shares.sender[slots], shares.arrived[slots], places)
@@ -219,13 +219,13 @@ class Split(NamedTuple):
     parts: Floats
     units: Integers
     counts: Integers
-    """How many shares each message has."""
+    """Number of shares per message."""
     own: Floats
     """The part of each that stays."""
 
 
 class _Columns:
-    """Who a client sends to in a round of its own, and with which weights."""
+    """Receivers and weights of a client in its own current round."""
 
     def __init__(self, topology: Callable[[int], Graph]) -> None:
         self._topology = topology

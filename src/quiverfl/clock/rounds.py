@@ -1,10 +1,10 @@
 """Synchronous rounds on the clock: when every client has trained and mixed, bytes and joules.
 
     server      a round lasts until the slowest sampled client's message is in
-    barrier     a client goes on when everybody is done
+    barrier     a client goes on when all clients are done
     undirected  a link is used when both its ends are ready, in both directions
-    push        a client goes on when what the round's graph sends it is here; it waits for nobody
-                to take what it sends
+    push        a client goes on when all messages that the round's graph sends it are here; it does
+                not wait until its own messages are taken
 
 The messages that a client sends in a round share its uplink equally, those that it receives its
 downlink, and a message is as fast as the slower of the two parts. So every time is made of sums and
@@ -42,7 +42,7 @@ class RoundTimes:
     """The round's graph, without what a deadline or absence left out."""
 
     def record(self) -> dict[str, float]:
-        """What a round's record says: seconds when all have trained and mixed; joules of it."""
+        """Entries of a round's record: seconds when all have trained and mixed, and joules."""
         active = self.graph.active
         trained = self.trained[active] if active.any() else self.trained
         return {
@@ -174,9 +174,9 @@ class RoundTimer:
         return graph, trained, mixed, sent, np.where(active, round(average), 0).astype(np.int64)
 
     def _leave_out_absent(self, graph: Graph) -> tuple[Integers, Graph]:
-        """Who is away when a round is announced sits it out; the others begin."""
+        """Leave out clients that are away when a round is announced; all others begin."""
         ready = self._ready
-        # Rounds are announced when half of the clients are ready: nobody who is late holds it up.
+        # Rounds are announced when half of the clients are ready: a late client does not delay it.
         announced = int(np.median(ready)) if self._kind in ("undirected", "push") else ready.max()
         begin = np.maximum(ready, announced)
         available = np.array(
@@ -185,7 +185,7 @@ class RoundTimer:
         if graph.hub:
             absent = graph.active & ~available
             if absent[graph.active].all():
-                return ready, graph  # nobody is there: the server waits for those it sampled
+                return ready, graph  # none is there: the server waits for those it sampled
             fewer = _without_late(graph, absent)
             return ready, Graph(fewer.matrix, graph.active & available, True)
         receivers, senders = list_links(graph)
@@ -249,7 +249,7 @@ def list_links(graph: Graph) -> tuple[Integers, Integers]:
 
 
 def choose_kind(graph: Graph, waits: str) -> Kind:
-    """How a round of this graph waits: "all" or "graph"."""
+    """Choose the kind of a round with this graph; `waits` is "all" or "graph"."""
     if graph.hub:
         return "server"
     if waits == "all":

@@ -119,7 +119,7 @@ def run_events(
 ) -> None:
     """Evaluation `start` to the last. In place of a round there is the time between two of them.
 
-    Stage `local` is what everybody has last trained, `mixed` what it has after all it has taken.
+    Stage `local` is each client's last trained model, `mixed` its model after all it has taken.
     """
     times = [microseconds(t) for t in timing.clock.times]
     if start:
@@ -131,7 +131,7 @@ def run_events(
         jobs = player.train_until(times[k])
         clock.lap("train_seconds")
         if k < len(times) - 1 or settings.keep_local:
-            # Not of those who have taken something since they trained: it was kept before.
+            # Not of clients that have taken a message since they trained: theirs was kept before.
             kept = list(shard.local.points)
             shard.keep_local_models(~np.isin(np.arange(len(shard.ids)), kept))
         recorder.on_evaluation(k, "local", shard.evaluate(k, "local"))

@@ -1,8 +1,8 @@
-"""Runs in which not everybody waits: what happens when. No tensor is touched here.
+"""Schedules of runs in which clients do not wait for all others. No tensor is touched here.
 
 A client's job is one local round: take what has come, train, give away. When jobs begin and end and
 what they take follows from devices, graphs, bytes and steps alone, so the whole schedule is a pure
-function of the configuration. At one instant everybody gives, then everybody takes.
+function of the configuration. At one instant all clients give, then all clients take.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Job:
     own: float = 1.0
     """The weight of its message that stays."""
     gives: int = 0
-    """How many others take a part of its message."""
+    """Number of other clients that take a part of its message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ WHOLE = ("number", "client", "round", "start", "finish", "units", "gives")
 
 
 def count_up(counts: Integers) -> Integers:
-    """Where each of some stretches begins that lie one after the other, and where the last ends."""
+    """Offsets of consecutive ranges with these lengths, and the end of the last one."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 
@@ -148,7 +148,7 @@ class Schedule:
         return self.devices.clients * UNIT, 0
 
     def joules(self, t: int) -> Floats:
-        """What every client has drawn up to t; a job counts when it ends."""
+        """Joules that every client has used up to t; a job counts when it ends."""
         devices, busy = self.devices, self.busy / MICROSECONDS
         idle = np.maximum(0.0, t / MICROSECONDS - busy)
         joules: Floats = devices.watts * busy + devices.idle_watts * idle
@@ -165,7 +165,7 @@ class Schedule:
 
 
 class Pairs(Schedule):
-    """Who is done waits for the next who is done; the two average, and both train again."""
+    """A client that is done waits for the next one; the two average, and both train again."""
 
     def __init__(self, devices: Devices, steps: Integers, payload: Integers, seed: int = 0) -> None:
         super().__init__(devices, steps, payload)

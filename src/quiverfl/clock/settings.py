@@ -107,14 +107,14 @@ MOST_EVALUATIONS = 100_000
 
 @dataclass(frozen=True)
 class ClockSettings:
-    """Section [clock]: who waits for whom, and how long the run is.
+    """Section [clock]: which clients wait for each other, and how long the run is.
 
-    `waits`: a client's next round begins when everybody is done ("all"), when what its graph
+    `waits`: a client's next round begins when all clients are done ("all"), when what its graph
     promises is here ("graph"), when the next client that is ready has exchanged with it ("pairs"),
     or at once ("nobody"). "pairs" and "nobody" run `until` so many seconds and evaluate every
-    `evaluate_every` seconds, by default ten times. In the others `away = "skip"` leaves out of a
-    round who is away when it begins, and `deadline` what has not arrived so many seconds after its
-    receiver was done.
+    `evaluate_every` seconds, by default ten times. In all other runs `away = "skip"` leaves
+    out of a round each client that is away when it begins, and `deadline` each message that has not
+    arrived so many seconds after its receiver was done.
     """
 
     waits: Waits | None = None
@@ -218,7 +218,7 @@ class Timing:
         object.__setattr__(self, "clock", clock)
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """What a run folder says of it: the clock, and a digest of the devices."""
+        """Entries of a run folder: the clock, and a digest of the devices."""
         values = {f.name: getattr(self.devices, f.name) for f in fields(Devices)}
         text = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
         digest = hashlib.sha256(repr(text).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Who waits for whom: a few rounds under each kind of exchange, as a table and as a picture."""
+"""Times of waiting: a few rounds under each kind of exchange, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TITLES = {
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """What clients do under one kind of exchange; bars are (client, begin, end) of training."""
+    """Training times under one kind of exchange; bars are (client, begin, end) of training."""
 
     title: str
     training: list[tuple[int, float, float]]

@@ -112,7 +112,7 @@ class Normalize:
 
     @property
     def black(self) -> tuple[float, ...]:
-        """What a black pixel becomes, per channel."""
+        """Value of a black pixel after normalisation, per channel."""
         return tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
 
 

@@ -92,7 +92,7 @@ class BatchPlan:
 
     @cached_property
     def clients(self) -> list[int]:
-        """How many clients take each step: the first ones, if they are ordered by steps."""
+        """Number of clients that take each step: the first ones, if they are ordered by steps."""
         steps = np.arange(int(self.steps.max(initial=0)))
         clients: list[int] = np.count_nonzero(self.steps[:, None] > steps, axis=0).tolist()
         return clients
@@ -105,7 +105,7 @@ class BatchPlan:
 
     @cached_property
     def has_padding(self) -> Flags:
-        """Whether anybody in the group is padded, of every step."""
+        """Whether each step pads the batch of at least one client of the group."""
         counts = self.group_counts
         flags: Flags = np.any((counts > 0) & (counts < self._widths), axis=0)
         return flags
@@ -117,7 +117,7 @@ class BatchPlan:
 
 
 def _halve(counts: Integers) -> tuple[Integers, Integers]:
-    """Where the second half begins, and how many samples the first has."""
+    """The first sample of each second half, and the number of samples in each first half."""
     first = -(-counts // 2)
     return np.where(counts > 1, first, 0), first
 
@@ -147,7 +147,7 @@ def plan_batches(
     for begin in range(0, last, epochs_at_once):
         number = np.arange(begin, min(begin + epochs_at_once, last))
         visits = _order_samples(seed, clients, round, phase, number, position, inside, batch_size)
-        if inside.all():  # a client alone, or clients of one size; nobody reads behind one's steps
+        if inside.all():  # a client alone, or clients of one size; no client reads behind its steps
             wide = np.zeros((len(clients), len(number), int(per_epoch[0]) * width), dtype=np.int64)
             wide[:, :, : len(position)] = visits
             rows = slice(begin * int(per_epoch[0]), (begin + len(number)) * int(per_epoch[0]))
@@ -165,7 +165,7 @@ def plan_batches(
 def count_batches(
     epochs: Integers | None, sizes: Integers, batch_size: int | None, most_steps: int | None = None
 ) -> Integers:
-    """How many samples every step of every client has, as `plan_batches` lays them out.
+    """Number of samples per client and step, as `plan_batches` lays them out.
 
     0 after the last step. It takes no data, so it is known of clients that are elsewhere, too.
     """

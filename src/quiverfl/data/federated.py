@@ -441,7 +441,7 @@ def _as_mapped_tensor(leaf: Inputs) -> Tensor:
             "would be mapped; set data.options.cache to a folder that can be written."
         )
     with warnings.catch_warnings():
-        # Torch has no tensors that cannot be written to; nobody writes to these.
+        # Torch has no read-only tensors; no code writes to these.
         warnings.simplefilter("ignore")
         return torch.from_numpy(leaf)
 

@@ -138,7 +138,7 @@ def make_partition(
 
 
 def check_partition(dataset: Dataset, partition: Partition) -> None:
-    """Refuse a partition in which nobody can be tested; warn of one with a single class."""
+    """Refuse a partition in which no client can be tested; warn of one with a single class."""
     if not partition.test_counts.sum():
         raise QuiverError(
             f"none of the {partition.clients} clients has test data, so no model can be judged: "

@@ -28,7 +28,7 @@ def iid(dataset: Dataset, clients: int | None, samples: int | None, seed: int) -
 def dirichlet(
     dataset: Dataset, clients: int | None, samples: int | None, seed: int, alpha: float = 0.3
 ) -> ClientRows:
-    """The paper's: equally many for every client, classes by a prior of its own from Dir(alpha).
+    """The paper's: equally many for every client, classes by its own prior from Dir(alpha).
 
     All clients ask at once for as many of each class as their prior says. Where a class runs
     short, a fair draw decides whose wish is granted, and the rest is asked for again among the
@@ -144,7 +144,7 @@ def natural(dataset: Dataset, clients: int | None, samples: int | None, seed: in
 
 
 def choose_owners(dataset: Dataset, clients: int | None, seed: int) -> Integers:
-    """Which owners of the data become clients in the `natural` partition."""
+    """Choose the owners that become clients in the `natural` partition."""
     assert dataset.train_owner is not None
     everyone = np.unique(dataset.train_owner)
     if clients is None:
@@ -166,7 +166,7 @@ def find_rows_by_owner(owner: Integers, chosen: Integers) -> ClientRows:
 
 
 def examples_per_client(dataset: Dataset, clients: int, samples: int | None) -> int:
-    """How many examples each client gets when all get the same."""
+    """Number of examples per client when all clients get the same."""
     total = len(dataset.train_y)
     if clients < 1:
         raise QuiverError(f"data.clients = {clients}: there must be at least one client.")
@@ -191,7 +191,7 @@ def count_classes(dataset: Dataset) -> Integers:
 
 
 def deal_examples(dataset: Dataset, counts: Integers, seed: int) -> ClientRows:
-    """Which examples: counts[i, k] of class k to client i, in an order drawn for each class."""
+    """Deal examples: counts[i, k] of class k to client i, in an order drawn for each class."""
     given: list[list[Integers]] = [[] for _ in counts]
     for label in range(dataset.classes):
         members = np.flatnonzero(dataset.train_y == label)
@@ -226,7 +226,7 @@ def _fill_up(counts: Integers, least: int, generator: np.random.Generator) -> No
 
 
 def _count_takers(available: Integers, clients: int, chosen: int) -> Integers:
-    """How many clients hold each class: in proportion to its size, at most all of them.
+    """Number of clients that hold each class: in proportion to its size, at most all of them.
 
     Handed out one at a time to the class that then has most examples per holder, which makes the
     smallest portion as large as it can be.

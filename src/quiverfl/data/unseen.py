@@ -20,7 +20,7 @@ Start: TypeAlias = Literal["random", "average", "nearest"]
 Part: TypeAlias = Literal["personal", "whole"]
 When: TypeAlias = Literal["last", "evaluated"]
 Chosen: TypeAlias = int | Sequence[int | str]
-"""How many clients, or which: their numbers, or the names of their owners."""
+"""A number of clients, or a list of client numbers or owners' names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +29,12 @@ class Unseen:
 
     data: FederatedData
     start: Start = "random"
-    """Whose parameters each is handed: those of one participant drawn for it, the mean of all, or
-    of the participant whose model has the lowest loss on its training data."""
+    """Source of each client's parameters: one participant drawn for it, the mean of all, or
+    the participant whose model has the lowest loss on its training data."""
     epochs: int | None = None
     """Epochs it then fits; 5, or the method's own fine-tuning, unless given."""
     part: Part | None = None
-    """What it fits: what the method keeps personal, or the whole model where all is sent."""
+    """The part it fits: by default the personal part, or the whole model if all of it is sent."""
     when: When = "last"
     """Tested after the last round alone, or after every evaluated one."""
 
@@ -67,7 +67,7 @@ class Unseen:
         return self.data.names[client] if self.data.names else str(client)
 
     def record(self) -> dict[str, Any]:
-        """How they are tested, as [data] of a configuration says it."""
+        """The options of the test, as in [data] of a configuration."""
         said = {key: getattr(self, key) for key in ("start", "epochs", "part", "when")}
         return {f"unseen_{key}": value for key, value in said.items() if value is not None}
 

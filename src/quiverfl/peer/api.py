@@ -2,7 +2,7 @@
 
 `quiver peer run` does the same, and lets SIGTERM and Ctrl-C call `stop`. What a peer records of its
 run is a run folder like a simulation's, `run` in the peer's folder: lines have the numbers of this
-client in its position and none for the others. `quiver report` puts several peers together.
+client in its position and none for all other clients. `quiver report` puts several peers together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What members decide together: evictions, and changes of a run under way.
+"""Joint decisions of members: evictions, and changes of a run under way.
 
 A member signs what it wants, and peers pass signed statements on with every greeting, so that an
 absent member learns of them. A majority of the others evicts a store; a change of the run needs
-everybody. One member alone, or a forger, changes nothing in the records of the others.
+all members. One member alone, or a forger, changes nothing in the records of the others.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SignedLog(Generic[Statement]):
         return encode(statement).decode()
 
     def votes(self) -> dict[Any, set[str]]:
-        """Every decision that somebody has signed, in order, and its signers."""
+        """Every decision with at least one signature, in order, and its signers."""
         votes: dict[Any, set[str]] = {}
         for statement in self._statements:
             for decision in statement.decisions:
@@ -217,7 +217,7 @@ class RunChanges:
         return changes[-1] if changes else None
 
     def members(self, round: int) -> int:
-        """How many members of the roster, from its beginning, take part in a round."""
+        """Number of members, from the beginning of the roster, that take part in a round."""
         joined = {name for t in self._terms if t.since <= round for name in t.joins}
         return self._founders + len(joined)
 

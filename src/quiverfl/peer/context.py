@@ -1,4 +1,4 @@
-"""What every part of one running peer works with: the agreement, the limits, and the context."""
+"""Shared by all parts of a running peer: the agreement, the limits, and the context."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all peers of a run have in common. Peers that differ do not talk."""
+    """Settings that all peers of a run have in common. Peers that differ do not talk."""
 
     run: str
     name: str
@@ -107,7 +107,7 @@ def describe_rollback(name: str, witness: str) -> str:
 
 @dataclass(frozen=True)
 class PeerContext:
-    """What every part of one running peer works with."""
+    """Objects shared by all parts of a running peer."""
 
     number: int
     agreement: Agreement

@@ -1,6 +1,6 @@
-"""What a peer's owner asks of it, over a Unix socket in its folder.
+"""Requests of a peer's owner, over a Unix socket in the peer's folder.
 
-Nobody else can open that folder, and the network shares no limit with it: the owner is answered
+No other user can open that folder, and the network shares no limit with it: the owner is answered
 whatever others do to the port. A request is one line of JSON, and so is the answer.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SOCKET = "control"
 OWNER_SECONDS = 10.0
-"""How long the owner may take to say what it wants."""
+"""Time that the owner's request may take to arrive."""
 
 
 class Control:

@@ -62,7 +62,7 @@ async def examine_peer(path: Path, timeout: float = 5.0) -> list[Finding]:
     findings += [_check_open_files(folder), *_describe_step(folder)]
     findings.append(await _check_own_port(folder))
     others = [m for m in folder.roster.members if m.name != folder.own.name]
-    with contextlib.suppress(QuiverError):  # without keys nobody can be called
+    with contextlib.suppress(QuiverError):  # without keys no peer can be called
         identity = Identity.read(folder.path)
         own = folder.roster.member(folder.own.name)
         relays = folder.roster.relays

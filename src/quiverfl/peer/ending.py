@@ -1,4 +1,4 @@
-"""The end of a peer's run: it waits for the others, or gives its mass away and leaves.
+"""The end of a peer's run: it waits for all other peers, or gives its mass away and leaves.
 
 After its last round a peer keeps its mass: it is the μ of the model it ends with, and counts in the
 audit. Without waiting, others may be far behind by then. They push nothing to a peer that has had
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PERSONAL = "personal.safetensors"
 FIRST_PAUSE = 0.25
-"""Seconds before those behind are asked again how far they are; it doubles up to linger / 4."""
+"""Seconds until peers that are behind are asked again; the pause doubles up to linger / 4."""
 END_TICK = 0.25
 """Seconds after which a finished peer looks again whom it must still tell or ask."""
 LEAVE_TICK = 0.1
@@ -32,7 +32,7 @@ LEAVE_RECEIVERS = 4
 
 
 async def run_end(node: Node) -> None:
-    """Stay until the others have finished too, or give all mass away and leave."""
+    """Stay until all other peers have finished too, or give all mass away and leave."""
     if not node.stopping and not node.leaving:
         await _wait_for_late_shares(node)
     if not node.stopping and node.leaving:
@@ -71,7 +71,7 @@ async def _wait_for_late_shares(node: Node) -> None:
             return
         if _measure_progress(node) != progress:
             progress, last_news = _measure_progress(node), time.monotonic()
-        # A round of those behind may wait for two deadlines.
+        # A round of a peer that is behind may wait for two deadlines.
         waits = 2 * node.settings.deadline if node.sync and others - neighbours.done else 0.0
         if time.monotonic() - last_news > linger + waits:
             return
@@ -96,8 +96,8 @@ async def _send_back_early(node: Node) -> None:
 def _find_uninformed(node: Node, others: set[str]) -> set[str]:
     """The subset of `others` that may still wait to hear that this peer has finished.
 
-    Where nobody listens any more, a peer has ended. A peer that was only too busy to answer would
-    stay for long after this one.
+    A peer whose address accepts no connection any more has ended. A peer that was only too busy
+    to answer would stay for long after this one.
     """
     return {p for p in others if not node.neighbours.senders[p].link.vacant}
 
@@ -112,7 +112,7 @@ def _measure_progress(node: Node) -> tuple[int, int]:
 
 
 async def _leave(node: Node) -> None:
-    """Tell everybody, then push everything out until nothing is left here or under way."""
+    """Announce the departure, then push all mass out until none is left here or under way."""
     neighbours, settings = node.neighbours, node.settings
     if not settings.copies:
         await node.ask_quorum()

@@ -50,7 +50,7 @@ from quiverfl.transforms.robustness import Robustness
 
 @dataclass(frozen=True)
 class Settings:
-    """How one peer runs; `rounds`, `mode` and `deadline` are the same for all of a run."""
+    """Settings of one peer; `rounds`, `mode` and `deadline` are the same for all peers of a run."""
 
     rounds: int
     mode: Literal["sync", "async"] = "sync"
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """How the process ended."""
+    """The way in which the process ended."""
 
     finished: bool = False
     left: bool = False
@@ -140,7 +140,7 @@ class PeersSection(_Section):
     outlier_factor: float = Field(default=10.0, gt=0)
     mass_cap: float | None = Field(default=None, gt=0)
     noise: Literal["secret", "seed"] = "secret"
-    """What [privacy] draws its noise from: each peer's own secret, or the run's seed, from which
+    """The source of [privacy]'s noise: each peer's own secret, or the run's seed, from which
     every peer can compute it."""
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What a peer trains, as the network sees it: a message, a mass, and a rest that never leaves."""
+"""A peer's training, as the network sees it: a message, a mass, and a rest that never leaves."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class ShardLearner:
         return outgoing
 
     def draw_noise_from(self, secret: bytes) -> None:
-        """Draw the noise of privacy from a secret; the run's seed is known to the others."""
+        """Draw the noise of privacy from a secret; the run's seed is known to all peers."""
         self._secret = secret
         self._refresh_noise()
 
@@ -185,7 +185,7 @@ class ShardLearner:
         outbox = self._shard.outbox()
         if round is not None and self._stages:
             outbox = {name: leaf.clone() for name, leaf in outbox.items()}
-            # In every round: a newcomer may ask for the model of one that talks to nobody.
+            # In every round: a newcomer may ask for the model of an isolated peer.
             for stage in self._stages:
                 stage.rewrite(round, outbox, EVERYBODY, EVERYBODY)
         message = {name: _copy_leaf(leaf[0]) for name, leaf in outbox.items() if name != self._mass}

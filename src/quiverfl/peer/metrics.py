@@ -159,7 +159,7 @@ def log_to_stderr() -> None:
 
 @dataclass
 class _Allowance:
-    """How many lines one kind of event may still write, and how many were dropped."""
+    """Number of lines that one kind of event may still write, and number of dropped lines."""
 
     lines: float
     at: float
@@ -218,7 +218,7 @@ HISTORY = 600
 
 @dataclass
 class LinkReading:
-    """What a peer's metrics say of one neighbour."""
+    """A peer's metrics about one neighbour."""
 
     neighbour: str
     given: float = 0.0
@@ -228,7 +228,7 @@ class LinkReading:
 
 @dataclass
 class PeerReading:
-    """What one peer shows at one moment."""
+    """Metrics of one peer at one moment."""
 
     source: str
     name: str

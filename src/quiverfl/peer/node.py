@@ -190,7 +190,7 @@ class Node:
                     await changed.wait()
 
     async def ask_quorum(self) -> None:
-        """Before this peer spends, ask whether anybody remembers a newer store of it."""
+        """Before this peer spends, ask whether any neighbour remembers a newer store of it."""
         neighbours, pause = self.neighbours, FIRST_QUESTION
         while (lacking := neighbours.count_missing_quorum()) and not self.stopping:
             self.state = "asking"
@@ -430,7 +430,7 @@ class Node:
         return outcome
 
     def _problems(self) -> dict[str, str]:
-        """By neighbour, why its share waits."""
+        """The reason why each neighbour's share waits."""
         return {p: s.problem for p, s in self.neighbours.senders.items() if s.problem}
 
     def gauges(self) -> dict[str, float]:
@@ -467,7 +467,7 @@ class Node:
         return samples
 
     def status(self) -> dict[str, Any]:
-        """What `quiver peer status` shows."""
+        """Content of `quiver peer status`."""
         return {
             "name": self.ctx.name,
             "state": self.state,

@@ -42,11 +42,11 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of it."""
+    """Result of a replay."""
 
     names: tuple[str, ...]
     rounds: tuple[int, ...]
-    """How many rounds every peer has had."""
+    """Number of rounds of each peer."""
     same: tuple[bool, ...]
     """Whether the message that a peer has stored is that of the replay, bit for bit."""
     metrics: Metrics
@@ -95,7 +95,7 @@ def replay(folders: Sequence[Path]) -> Replay:
 
 
 def _read_message(folder: Path) -> Leaves:
-    """What a peer holds of its message: its own part, and all that it has taken."""
+    """The message stored by a peer: its own part, and all that it has taken."""
     store = Store.open(folder)
     try:
         return store.memory().message

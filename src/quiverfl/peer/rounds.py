@@ -55,9 +55,9 @@ async def run_rounds(node: Node) -> None:
 
 
 async def _wait_for_the_others(node: Node) -> None:
-    """Let a member that joins in a later round wait until two of the others have come there.
+    """Let a member that joins in a later round wait until two other peers have reached it.
 
-    One alone could send it ahead of everybody.
+    One peer alone could send it ahead of all other peers.
     """
     pause, accounts = 0.1, node.transactions.accounts
     while node.number >= node.founders and not accounts.pushes and not node.stopping:
@@ -72,9 +72,10 @@ async def _wait_for_the_others(node: Node) -> None:
 
 
 async def _wait_for_agreement(node: Node) -> None:
-    """Before a round from which the run changes, wait until the others have signed as well.
+    """Before a round from which the run changes, wait until all other members have signed.
 
-    So all change in the same round. A member that lets the deadline pass has not agreed in time.
+    All members then change in the same round. A member that lets the deadline pass has not
+    agreed in time.
     """
     t = node.transactions.accounts.round
     end, pause = time.monotonic() + node.settings.deadline, 0.05
@@ -231,7 +232,7 @@ def _give_up_on(node: Node, t: int, late: set[str]) -> None:
 
 
 def _is_left_behind(node: Node, t: int, expected: set[str]) -> bool:
-    """Whether the others have let a deadline pass, and are in later rounds than this one.
+    """Whether other peers have let a deadline pass, and are in later rounds than this one.
 
     Links keep their order, so a later share comes in place of one that this round was promised,
     unless that was refused. Then everything is taken at once: a lagging peer that kept later shares
@@ -257,7 +258,7 @@ async def _wait_for_pushes(node: Node, t: int) -> None:
         return neighbours.list_staying() - arrived - neighbours.absent - neighbours.done
 
     await neighbours.announce(neighbours.list_staying())
-    # Everybody tells all the others; asking again is for what was lost on the way.
+    # Each peer announces it to all other peers; asking again is for lost announcements.
     node.patience.begin(t)
     node.waits_for = missing
     end, pause = time.monotonic() + measured_deadline(node), 0.5
@@ -272,10 +273,10 @@ async def _wait_for_pushes(node: Node, t: int) -> None:
 
 
 async def _exchange_verdicts(node: Node, up_to: int | None) -> None:
-    """Say which shares the robust rule takes, and wait for what others say of this peer's.
+    """Answer which shares the robust rule accepts, and wait for the answers on this peer's shares.
 
-    So a share that is sent back still counts in this round. This is a commit of its own: nobody
-    waits for another's answer before it gives its own.
+    A share that is sent back still counts in this round. This is a separate commit: no peer waits
+    for another's answer before it gives its own.
     """
     await node.absorb(up_to, finish=False, refunds=False)
     neighbours = node.neighbours
@@ -297,7 +298,7 @@ async def _pace(node: Node, t: int) -> None:
 
 
 async def _wait_for_slowest(node: Node, least: int) -> None:
-    """Wait until nobody is in an earlier round than this, or the deadline.
+    """Wait until no peer is in an earlier round than this, or until the deadline.
 
     Neighbours are asked: the graph or its back-pressure may delay a share from each. One that lets
     the deadline pass is waited for again once it has caught up.

@@ -108,12 +108,12 @@ def check_shared_config(config: Config) -> None:
 
 
 def count_founders(config: Config) -> int:
-    """How many members begin the run: the first of the roster."""
+    """Number of members that begin the run: the first of the roster."""
     return config.data.clients or 0
 
 
 def count_clients(folder: PeerFolder, config: Config) -> int:
-    """How many clients this peer knows of at its start: founders, or those up to itself."""
+    """Number of clients that this peer knows at its start: founders, or all up to itself."""
     return max(count_founders(config), folder.number + 1)
 
 

@@ -1,4 +1,4 @@
-"""What watches a run: progress, early stopping, and the trackers people look at runs with."""
+"""Callbacks that watch a run: progress, early stopping, and experiment trackers."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _count_evaluations(self) -> Config:
-        """Without waiting, nobody counts rounds: there is one for each evaluation."""
+        """Without waiting there are no common rounds: set one per evaluation."""
         if self.clock.asynchronous:
             given = {} if "run" not in self.model_fields_set else asdict(self.run)
             if given.get("rounds") == RunSettings.rounds:  # the default: not given, or as if not

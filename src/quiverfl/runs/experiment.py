@@ -48,7 +48,7 @@ from quiverfl.topologies import Membership, Topology, make_topology, with_member
 def stopping_on_interrupt() -> Iterator[Callable[[], bool]]:
     """Gives a function that says whether Ctrl-C was pressed; a second Ctrl-C ends at once.
 
-    Where somebody else handles Ctrl-C, or this is not the main thread, it is left as it is.
+    If other code handles Ctrl-C, or this is not the main thread, nothing is changed.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -231,7 +231,7 @@ def _run_until_interrupted(
                 if folder.has_results()
                 else f"{error} Nothing was saved yet: the same call starts again.",
             ) from None
-        if stop():  # in the last round, or while somebody's callback ended it
+        if stop():  # in the last round, or while a callback ended it
             raise Interrupted(run, f"interrupted; what was computed is in {folder.path}.")
     return run
 
@@ -310,7 +310,7 @@ def run_in_folder(
     if summary is not None:
         return summary
     with folder.lock(wait):
-        summary = read_finished_summary(config, folder, dataset)  # by whoever was waited for
+        summary = read_finished_summary(config, folder, dataset)  # by the lock's last holder
         if summary is not None:
             return summary
         folder.clear_without_results()
@@ -414,7 +414,7 @@ class DatasetCache:
 
 
 def partition_data(config: Config, dataset: Dataset) -> Partition:
-    """Refused where nobody has test data."""
+    """The partition of the data; refused if no client has test data."""
     data = config.data
     seed = config.run.seed if data.seed is None else data.seed
     partition = make_partition(
@@ -475,7 +475,7 @@ def _make_topology(config: Config, method: Method, clients: int) -> Topology:
     name, options = config.topology.name, config.topology.options()
     if name == "auto":
         if config.clock.waits == "pairs" and method.topology not in ("isolated", "star"):
-            return make_topology("full", clients)  # who is ready meets whoever is ready
+            return make_topology("full", clients)  # any two clients that are ready exchange
         return make_usual_topology(method, clients, config.run.seed, options)
     check_method_parts(method)
     return make_seeded_topology(name, clients, config.run.seed, options)

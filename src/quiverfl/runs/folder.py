@@ -69,7 +69,7 @@ class RunFolder:
         Reading needs no lock.
         """
         with locks.lock_folder(self.path, wait):
-            if self.holds_run():  # or half-written files here are somebody else's
+            if self.holds_run():  # or half-written files here belong to another program
                 for folder in (self.path, self._checkpoints):
                     durable.remove_partial(folder)
             yield

@@ -87,13 +87,13 @@ class Prepared(nn.Module):
 
 
 class Source(Protocol):
-    """What a run was made from, where a folder can say how to make it again."""
+    """The origin of a run, if a run folder can record how to make it again."""
 
     def open_folder(self, folder: RunFolder) -> None: ...
 
 
 class AnyRun(ReprCard):
-    """What runs have in common, live or read from a folder."""
+    """Attributes and methods that live runs share with runs read from a folder."""
 
     method_title: str
     clients: int
@@ -152,7 +152,7 @@ class Run(AnyRun):
     """History, states and models of a simulation."""
 
     config: dict[str, Any] | None = None
-    """What it was made from, where that was a configuration."""
+    """The configuration that it was made from, if there was one."""
     ended_early: bool = False
     """Whether `run.patience` ended it."""
     made_from: Source | None = None
@@ -338,7 +338,7 @@ def _describe_run(run: Run, name: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _count_classes(data: FederatedData) -> dict[str, np.ndarray[Any, Any]]:
-    """What partition.npz holds of it: counts per class, where there are classes."""
+    """Content of partition.npz: counts per class, if there are classes."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for part, split in (("train", data.train), ("test", data.test)):
         arrays[f"{part}_counts"] = _counts(split, data.classes)
@@ -393,7 +393,7 @@ class SavedRun(AnyRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its settings by section; where it was made in Python, as far as they can be told."""
+        """Settings by section; of a run made in Python, as far as they can be written."""
         return dict(self._result.config)
 
     @property

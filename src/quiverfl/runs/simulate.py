@@ -322,12 +322,12 @@ def simulate(
     that of `Training()`, and without `rounds` there are 20.
 
     `options` are fields of RunSettings (rounds, seed, dtype, threads, executor, …), or `settings`
-    has them all. `recorder` is told of every evaluation and round as it happens. `checkpoint` is
+    has them all. `recorder` receives every evaluation and round as it happens. `checkpoint` is
     given the whole state every `checkpoint_every` rounds and at the end, and `resume` takes it
     back: the result is that of an uninterrupted run. `stop` is asked after every round but the
     last; once it is true, the state is given to `checkpoint` and `Stopped` raised.
 
-    `callbacks` are told what `recorder` is told, and may end the run (qv.EarlyStopping), which is
+    `callbacks` receive what `recorder` receives, and may end the run (qv.EarlyStopping), which is
     then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
 
     `compression` is what is sent in place of the messages (qv.Quantize(bits=4)), `privacy`
@@ -422,7 +422,7 @@ def make_usual_topology(
 def make_seeded_topology(
     name: str, clients: int, seed: int, options: Mapping[str, Any]
 ) -> Topology:
-    """A topology with the run's seed, unless it has one of its own or needs none."""
+    """A topology with the run's seed, unless it has its own or needs none."""
     used = dict(options)
     if "seed" in topology_options(name):
         used.setdefault("seed", seed)

@@ -67,7 +67,7 @@ def load_cached(
 
 
 def _remove(folder: Path) -> None:
-    """At once for everybody, though others may be reading it or removing it, too."""
+    """Remove the folder atomically, even while other processes read or remove it."""
     with contextlib.suppress(FileNotFoundError), temporary_folder(folder.parent) as aside:
         folder.rename(aside / folder.name)
 

@@ -34,7 +34,7 @@ from quiverfl.types import Integers
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes in old pickles: text and the name of this one encoding."""
+    """Bytes in old pickles, as Python 3 writes them: text and the name of this one encoding."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"encoding {encoding!r}")
     return text.encode("latin1")

@@ -69,7 +69,7 @@ def holds_files(place: Path) -> bool:
 
 
 def download_instructions(downloads: Sequence[Download], root: Path) -> str:
-    """Which files to put where when there is no network."""
+    """Instructions for a machine without network: the files, and the folder for each."""
     if not downloads[0].archive:
         places = ", ".join(str(root / download.place) for download in downloads)
         address = downloads[0].url.rsplit("/", 1)[0]

@@ -57,7 +57,7 @@ Names = Columns | Mapping[str, Columns]
 
 @dataclass(frozen=True)
 class Options:
-    """Which columns are what.
+    """The roles of columns.
 
     `features`: the column or columns of the inputs (None: all that are left) but for `exclude`.
     In both, `px*` means all columns whose names begin with px. A dictionary of names and columns
@@ -308,7 +308,7 @@ NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 def _note_inputs(
     origin: Origin, table: pd.DataFrame, options: Options, taken: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Notes on inputs that nobody named, and doubts about those that look like an index."""
+    """Notes on inputs that were not named, and warnings of inputs that look like an index."""
     features = options.features
     if isinstance(features, Mapping) or options.inputs == "ids":
         return [], []

@@ -51,7 +51,7 @@ def drop_incomplete(
 ) -> tuple[pd.DataFrame, list[str]]:
     """The rows that have a value in every column, and a note on the others.
 
-    Whole numbers are whole again: beside missing cells they are read as floats.
+    Integer columns become integers again: with missing cells they are read as floats.
     """
     missing = table[list(columns)].isna()
     incomplete = missing.any(axis=1)
@@ -106,7 +106,7 @@ CATEGORIES = ("one-hot", "numbers")
 def choose_categories(
     origin: Origin, table: pd.DataFrame, columns: Sequence[str], categories: Categories
 ) -> dict[str, str]:
-    """Which input columns are categories, and how each is coded.
+    """Choose the input columns that are categories, and the coding of each.
 
     One word is for every column of text; a dictionary names columns, also of numbers.
     """

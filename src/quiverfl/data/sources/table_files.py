@@ -44,7 +44,7 @@ BYTE_MARKS = {
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What the user says of a text file; None is guessed."""
+    """The user's options for a text file; None is guessed."""
 
     separator: str | None = None
     decimal: str | None = None
@@ -61,7 +61,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 @dataclass(frozen=True)
 class TextStyle:
-    """How a text file is written: what separates columns, what marks decimals, its encoding."""
+    """Format of a text file: column separator, decimal mark, encoding."""
 
     separator: str
     decimal: str
@@ -70,7 +70,7 @@ class TextStyle:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a table came from, as messages name it."""
+    """Origin of a table, as messages name it."""
 
     name: str
     style: TextStyle | None = None

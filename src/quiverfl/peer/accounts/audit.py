@@ -161,7 +161,7 @@ def find_damage(statement: Statement, is_genuine: SignatureCheck | None, newest:
 
 
 def _find_grant(statement: Statement, witnesses: Iterable[Statement]) -> int:
-    """The mass that a member brings: 1, or what most records say the others have granted it.
+    """The mass that a member brings: 1, or the amount granted to it in most records.
 
     A peer that has left, and holds nothing, need not have heard of it.
     """

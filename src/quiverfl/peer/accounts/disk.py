@@ -1,4 +1,4 @@
-"""What a peer has on disk: checked files, the tables of its store, a statement for the audit.
+"""The files of a peer: checked files, the tables of its store, a statement for the audit.
 
 A file that the disk refuses, or gives back changed, stops the peer with a sentence.
 """
@@ -220,7 +220,7 @@ def read_statement(folder: Path) -> Statement:
 
 
 IN_USE = ("locked", "locking protocol")
-"""What SQLite says while another process has the database, such as one that was paused."""
+"""SQLite's errors while another process has the database, such as one that was paused."""
 
 
 def _read_statement(folder: Path) -> Statement:

@@ -8,7 +8,7 @@ first and only then shows any of it to others. Two transactions make a round:
     absorb   shares that arrived enter the account and the link's watermark moves past them
 
 A share is acknowledged only after the `absorb` that contains it is durable. A crash anywhere rolls
-back to the last commit, and nobody had seen anything of what was lost.
+back to the last commit, and no other peer had seen the lost part.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Share:
 
 @dataclass(frozen=True)
 class LinkRecord:
-    """What this peer remembers of one neighbour, in both directions."""
+    """This peer's records of one neighbour, in both directions."""
 
     incarnation: str = ""  # which store the neighbour runs on; empty until they have met
     sent: int = 0  # seq of the last transfer to it
@@ -81,7 +81,7 @@ class Accounts:
     pushed: bool = False  # whether `round` has pushed and waits to absorb
     arrived: bool = True  # whether something has come since the last push
     written_off: int = 0
-    pushes: int = 0  # in all: it only grows, so whoever remembers more has seen a newer store
+    pushes: int = 0  # in all: it only grows, so a peer that remembers more has seen a newer store
     links: Mapping[str, LinkRecord] = field(default_factory=dict)
 
     def link(self, peer: str) -> LinkRecord:
@@ -96,7 +96,7 @@ class Accounts:
 
 
 class Verdict(Enum):
-    """What to do with an announced transfer."""
+    """The decision on an announced transfer."""
 
     PROCEED = "proceed"  # the next one: send the body
     STAGED = "staged"  # the next one, and its body is here already: wait for the commit
@@ -307,7 +307,7 @@ class Entry:
         return all(map(math.isfinite, figures))
 
     def rounding(self, before: float) -> float:
-        """What float32 arithmetic added or dropped in this commit."""
+        """The amount that float32 arithmetic added or dropped in this commit."""
         expected = math.fsum([before, self.trained, self.total_in, -self.total_out])
         return self.total - expected
 

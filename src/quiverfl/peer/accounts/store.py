@@ -46,7 +46,7 @@ Trace = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Memory:
-    """What training needs after a restart: the own share, and all state that is never sent."""
+    """State that training needs after a restart: the own share, and all that is never sent."""
 
     message: Leaves
     rest: Leaves
@@ -66,7 +66,7 @@ class Memory:
 
 
 class NoStore(QuiverError):
-    """The folder holds no finished store. An unfinished one has promised nothing to anybody."""
+    """The folder holds no finished store. An unfinished one has made no promise to a peer."""
 
 
 class Store:

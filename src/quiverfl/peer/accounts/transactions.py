@@ -34,7 +34,7 @@ MOST_FORGED = 3
 
 
 def make_first_entry(kind: str, message: Leaves, round: int = 0, units: int = UNIT) -> Entry:
-    """Make the entry that opens an account, with μ = 1 unless the others have granted less."""
+    """Make the entry that opens an account, with μ = 1 unless the members have granted less."""
     opening = sum_message(message)
     return Entry(kind, round, units, units, 0, opening, 0.0, 0.0, 0.0, sum_magnitudes(message))
 

@@ -105,7 +105,7 @@ class Identity:
         return (parse_certificate(self.certificate).not_valid_after_utc - now).total_seconds()
 
     def check(self, name: str, now: datetime.datetime | None = None) -> None:
-        """Refuse to start with a certificate that the others would refuse anyway."""
+        """Refuse to start with a certificate that all other peers would refuse."""
         certificate = parse_certificate(self.certificate)
         now = now or datetime.datetime.now(datetime.UTC)
         self.check_pair()

@@ -39,10 +39,10 @@ from quiverfl.peer.link.wire import (
 )
 
 PULL_SECONDS = 600.0
-"""How long a newcomer may take to pull a model from one member."""
+"""Time that a newcomer may take to pull a model from one member."""
 VOUCHING, MOST_OFFERS, SLOW_OFFER = 3, 5, 10.0
-"""How many members must offer a newcomer their model, where there are so many; how many are asked
-at a time and compared at most; how long it waits for another once it has enough."""
+"""Members that must offer a newcomer their model, if there are so many; members that are asked at
+a time and compared at most; seconds to wait for another offer once there are enough."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ async def join_store(
     believe: bool = False,
     founders: int | None = None,
 ) -> Store:
-    """Make a newcomer's store: a neighbour's z with a mass of its own, recorded as a join.
+    """Make a newcomer's store: a neighbour's z with a new mass, recorded as a join.
 
     Several members are asked, so that none alone decides what the newcomer begins with. With
     `believe` one answer is enough. A peer that is not among the `founders` needs the others'
@@ -98,7 +98,7 @@ async def join_store(
 
 
 def enough_offers(others: int) -> int:
-    """How many members must offer their model: most of the others, but never more than three."""
+    """Number of members that must offer their model: most of the other ones, but at most three."""
     return min(VOUCHING, others // 2 + 1)
 
 

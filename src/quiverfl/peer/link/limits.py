@@ -1,4 +1,4 @@
-"""What one member, or a stranger, can take of a peer: connections, streams, requests, places.
+"""Limits for a member or a stranger: connections, streams, requests, places.
 
 A member counts once, however much it opens. What exceeds its part ends its own oldest, or waits.
 """
@@ -29,7 +29,7 @@ LONGEST_WAIT = 2.0
 
 @dataclass(frozen=True)
 class Rate:
-    """How many requests of one kind a member may make at once, and how many a second after that."""
+    """Requests of one kind that a member may make at once, and per second after that."""
 
     burst: float
     a_second: float
@@ -138,15 +138,15 @@ CONNECTIONS = 4
 SPARE = 64
 """Accepted beyond these until the next sweep."""
 SILENT_SECONDS = 10.0
-"""How long a connection may say nothing that shows who it is: a handshake, or no request."""
+"""Time that a connection may take to identify itself, by handshake and request."""
 SWEEP_PAUSE = 0.1
 """The least time between two sweeps of the connections."""
 RESERVED_FILES = 96
-"""What the process has open anyway: libraries, the store, a commit, logs."""
+"""Files that the process has open anyway: libraries, the store, a commit, logs."""
 
 
 def acceptable_connections(members: int) -> int:
-    """How many connections a peer accepts, so that it can always open its own files.
+    """Number of connections that a peer accepts, so that it can always open its own files.
 
     Places are kept for the members' connections, in and out. Strangers share the rest.
     """

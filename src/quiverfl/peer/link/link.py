@@ -117,7 +117,7 @@ def greeting_text(request: Hello, answer: Hello) -> bytes:
 
 
 def list_clocks(ctx: PeerContext, peer: str, most: int) -> list[Clock]:
-    """How often this peer, the one it talks to and some others have pushed."""
+    """Numbers of pushes of this peer, of the one it talks to, and of some other peers."""
     others = [other for other in ctx.transactions.accounts.links if other != peer]
     chosen = [peer, *random.sample(others, min(len(others), most - 2))]
     clocks = [ctx.transactions.latest_clock(other) for other in chosen]
@@ -163,7 +163,7 @@ class Link:
         self._channel: Any = None  # grpc.aio.Channel, whose published types are not its own
         self._protocol = ctx.agreement.newest
         self.greeted = False
-        self.vacant = False  # nobody listened there when it was last called
+        self.vacant = False  # no process listened there at the last call
 
     def member(self) -> Member:
         try:

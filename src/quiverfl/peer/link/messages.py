@@ -34,7 +34,7 @@ from quiverfl.transforms.codec import MessageCodec, Origin
 from quiverfl.types import AnyArray, Flags
 
 WHOLE, OWN, LIKE, EVEN = 0, 1, 2, 4
-"""How a sparse leaf is written; see `pack_sparse`."""
+"""Format of a sparse leaf; see `pack_sparse`."""
 _INDEX = struct.Struct("<H")
 
 
@@ -171,7 +171,7 @@ class Manifest:
     sparse: bool = False
     coding: MessageCodec | None = None
     report_size: int = 0
-    """How many numbers of the sender's report go before the message."""
+    """Count of numbers of the sender's report, which go before the message."""
 
     @classmethod
     def of(

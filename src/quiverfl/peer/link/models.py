@@ -103,7 +103,7 @@ class ModelServer:
                 self._snapshot = await asyncio.to_thread(self._write_snapshot)
             except OSError as problem:
                 raise WireError("disk", f"no room for a copy: {problem.strerror}.") from None
-            if old is not None:  # whoever reads it keeps it until the end
+            if old is not None:  # a caller that reads it keeps it until the end
                 old.path.unlink(missing_ok=True)
             return self._snapshot
 

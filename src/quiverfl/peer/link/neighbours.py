@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from quiverfl.peer.node import Node
 
 TELL_SECONDS = 2.0
-"""How long a greeting that only brings news may take."""
+"""Time limit of a greeting that only brings news."""
 NEWS_PATIENCE = 5.0
-"""How long the peer waits for what neighbours have announced."""
+"""Time that the peer waits for messages that neighbours have announced."""
 WORK_PART, LEAST_PAUSE, LONGEST_PAUSE = 0.05, 0.2, 30.0
 """A member's news may take this part of a processor's time; the pauses between two fetches follow
 from that, within these bounds."""
@@ -157,7 +157,7 @@ class Neighbours:
             self._node.fail(RestoredBackup(describe_rollback(ctx.name, peer)))
 
     def count_missing_quorum(self) -> int:
-        """How many more to ask before this peer may spend from a store that has spent before.
+        """Number of neighbours still to ask before this peer may spend from a store that has spent.
 
         Half of the neighbours must have told what they remember and have heard of this peer.
         """
@@ -258,7 +258,7 @@ class Neighbours:
             await asyncio.wait(self._tasks, timeout=seconds)
 
     async def close(self) -> None:
-        """End what runs in the background; nobody is waited for."""
+        """Cancel the background tasks without waiting for any neighbour."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -275,7 +275,7 @@ class Neighbours:
         return bool(body)
 
     async def sign(self, log: SignedLog[Statement], statement: Statement) -> None:
-        """Sign a statement of this member, and tell the others that there is one."""
+        """Sign a statement of this member, and announce it to all other members."""
         identity = self._ctx.identity.refresh()
         signed = sign_statement(identity, self._ctx.agreement.hash, statement)
         if await self._record(log, signed):
@@ -352,7 +352,7 @@ class Neighbours:
         return self._dials_out(peer) and not self._dials_out(self._ctx.name)
 
     def _is_severed(self, peer: str) -> bool:
-        """Whether both only dial out and nobody relays. Their mass goes by way of the rest."""
+        """Whether both only dial out and none relays. Their mass goes by way of other members."""
         both = self._dials_out(peer) and self._dials_out(self._ctx.name)
         return both and not self.lines.relays()
 
@@ -375,11 +375,11 @@ class Neighbours:
 
 
 NEWS_SECONDS = 2.0
-"""How often a neighbour is greeted while it has nothing to send: nobody can call with news."""
+"""Pause between greetings of a neighbour without shares to send: none can call with news."""
 
 
 class SharePuller:
-    """Fetches what one neighbour has for a peer that nobody can call, behind NAT or a firewall.
+    """Fetches one neighbour's shares for a peer that cannot be called, behind NAT or a firewall.
 
     The peer opens a stream, and the neighbour sends a share over it just as it would push it. So
     the same checks, signatures and records hold, and no third party is needed.

@@ -348,7 +348,7 @@ class Receiver:
     def forget(self, sender: str) -> None:
         """Drop what is staged from a peer that was evicted, and its proofs."""
         self._proofs.forget(sender)
-        self.rounds.pop(sender, None)  # a new store under this name begins in a round of its own
+        self.rounds.pop(sender, None)  # a new store under this name begins in its own round
         staged = self.staged.pop(sender, None)
         if staged is not None:
             self.conclude([staged.transfer])

@@ -2,7 +2,7 @@
 
     caller ── Dial ──→ relay ←── Attend, Accept ── called
 
-A member that nobody can call attends at each relay: it keeps a stream open, over which the relay
+A member that cannot be called attends at each relay: it keeps a stream open, over which the relay
 says who calls. For each call it opens another stream, and the relay passes bytes on between that
 and the caller's. Through these bytes the two speak what all peers speak: gRPC over mutual TLS, with
 the keys that the roster has of each. So a relay holds no key, and greetings, shares, receipts and
@@ -41,7 +41,7 @@ LINES = 2
 RINGS = 64
 """Calls that wait until an attending member has read them; one more is refused."""
 ANSWER_SECONDS = 10.0
-"""How long the called member may take to open its stream."""
+"""Time that the called member may take to open its stream."""
 PATIENCE_SECONDS = 90.0
 """A line without a byte for so long is ended; the two test it every 20 s themselves."""
 RETRY_CAP = 5.0
@@ -62,7 +62,7 @@ Write: TypeAlias = Callable[[bytes], Coroutine[Any, Any, Any]]
 
 @dataclass
 class _Call:
-    """A member calls another, which has to open a stream of its own."""
+    """A member calls another, which has to open its own stream."""
 
     caller: str
     target: str

@@ -39,14 +39,14 @@ REQUEST, PENDING_KEY, APPROVED = "request.pem", "pending-key.pem", "approved"
 LONGEST_FILE = 1 << 16
 """A longer file is neither a request nor an approval."""
 SCHEME, OFFER = "quiver://", "quiver:relay"
-"""What a request names beside the member: its address, and that it offers to relay."""
+"""Entries of a request beside the member: its address, and an offer to relay."""
 RENEWS = "renews: "
 """Begins the line below a request that the member's old key has signed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a member asks the authority to sign."""
+    """A member's request that the authority signs."""
 
     name: str
     run: str
@@ -68,7 +68,7 @@ def describe_key(key: str) -> str:
 
 
 def parse_address(text: str) -> str:
-    """Check HOST:PORT, or dials-out for a member that nobody can call."""
+    """Check HOST:PORT, or dials-out for a member that cannot be called."""
     if text in ("dials-out", DIALS_OUT):
         return DIALS_OUT
     check_address(text, "address ")

@@ -20,7 +20,7 @@ from quiverfl.peer.link.wire import Hash, Name
 
 ROSTER = "roster.toml"
 DIALS_OUT = "dials-out:0"
-"""The address of a member that nobody can call. It calls the others and fetches its shares."""
+"""The address of a member that cannot be called. It calls other members and fetches its shares."""
 
 
 class _MemberEntry(BaseModel):
@@ -54,7 +54,7 @@ class Member:
 
 
 def check_relay(name: str, address: str, relays: bool) -> None:
-    """Refuse a relay that nobody can call."""
+    """Refuse a relay that cannot be called."""
     if relays and address == DIALS_OUT:
         raise QuiverError(
             f"{name!r} only dials out, so it cannot relay: a relay needs an address at which "
@@ -154,7 +154,7 @@ class Roster:
 
 
 def say_invalid(path: Path, problem: ValidationError) -> str:
-    """What is wrong with a file, in one sentence: the first of pydantic's findings."""
+    """The error in a file, in one sentence: the first of pydantic's findings."""
     first = problem.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "missing":
@@ -170,7 +170,7 @@ MOST_DOTS = 4096
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file that somebody else may have written: bounded in time and depth."""
+    """Read a file of untrusted origin: bounded in time and depth."""
     try:
         if path.stat().st_size > LARGEST_TOML:
             raise QuiverError(

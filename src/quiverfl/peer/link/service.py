@@ -56,10 +56,10 @@ CallContext: TypeAlias = Any
 """grpc.aio.ServicerContext, whose published types are not its own."""
 
 ANSWER_SECONDS = 60.0
-"""How long a caller may take to read the few bytes of an answer."""
+"""Time that a caller may take to read the few bytes of an answer."""
 HANDSHAKE_SECONDS = 10
 LAST_WORDS = 0.2
-"""How long calls may go on after a stop, such as with receipts of the last commit."""
+"""Time that calls may go on after a stop, such as with receipts of the last commit."""
 WATCHERS, WATCH_TICK = 2, 0.1
 """How many streams of the health service one member may hold, and how often each looks."""
 
@@ -341,7 +341,7 @@ class Server:
 
         host = bind.rpartition(":")[0].strip("[]")
         self.own_address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), self.port)
-        """Where this machine itself reaches the server."""
+        """The address at which this machine itself reaches the server."""
 
     def _notice_connection(self) -> None:
         if self._guard is not None:

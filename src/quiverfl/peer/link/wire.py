@@ -68,7 +68,7 @@ class _Control(BaseModel):
 
 
 class Clock(_Control):
-    """How often a peer has pushed, on which store, signed by itself."""
+    """A peer's number of pushes and its store, signed by itself."""
 
     peer: Name
     store: Token
@@ -269,7 +269,7 @@ class EvictionNotice(_Control):
 
 
 class Terms(_Control):
-    """What a run is changed to, and from which round on."""
+    """Changes of a run under way, and the round from which they hold."""
 
     since: Count
     rounds: Annotated[int, Field(ge=1, lt=2**62)] | None = None
@@ -329,7 +329,7 @@ class AmendmentList(_Control):
 
 
 Statement = TypeVar("Statement", EvictionNotice, Amendment)
-"""What members sign and pass on."""
+"""Statements that members sign and pass on."""
 LISTS: dict[str, type[_Control]] = {"notices": NoticeList, "amendments": AmendmentList}
 
 
