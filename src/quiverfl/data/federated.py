@@ -275,7 +275,7 @@ class FederatedData(ReprCard):
         return replace(self, train=train, test=test, names=names)
 
     def hold_out(self, unseen: Chosen, seed: int = 0, **options: Any) -> FederatedData:
-        """The data without some clients, who are tested as clients that nobody has seen.
+        """The data without some clients, which are tested as unseen clients.
 
         `unseen` is how many, or a list of numbers or names. `options` are start, epochs, part and
         when (data/unseen.py).

@@ -210,7 +210,7 @@ class Checkpoint:
         return path
 
     def describe(self, digest: str, metrics: Mapping[int, dict[str, float]]) -> bytes:
-        """What the JSON file says; the tensors' sha256 and the metrics of all kept models."""
+        """Content of the JSON file, with the tensors' sha256 and the metrics of all kept models."""
         text: dict[str, Any] = {"round": self.round, "sha256": digest}
         text["local_metrics"] = {str(client): own for client, own in sorted(metrics.items())}
         if self.measured is not None:

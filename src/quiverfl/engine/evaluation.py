@@ -1,4 +1,4 @@
-"""What is recorded of a round: metrics on the clients' test splits, and the states' own numbers."""
+"""Evaluation of a round: metrics on the clients' test splits, and statistics of the states."""
 
 from __future__ import annotations
 

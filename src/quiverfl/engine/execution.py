@@ -380,7 +380,7 @@ def _is_stackable(probe: ModelProbe | None) -> bool:
 def choose_chunk(
     task: Task, data: FederatedData, method: Method, training: Training, settings: RunSettings
 ) -> int | None:
-    """How many clients to compute together, at most: as many as a GPU's memory holds."""
+    """Largest number of clients to compute together: as many as a GPU's memory holds."""
     device = torch.device(settings.device)
     if settings.chunk is not None or device.type != "cuda":
         return settings.chunk

@@ -113,7 +113,7 @@ def training_bytes(
 
 
 def room_for(footprint: Footprint, free: int, elsewhere: bool = False) -> int:
-    """How many clients can be computed together beside everything else in so much memory.
+    """Number of clients that can be computed together, beside everything else in this memory.
 
     States and kept models may lie elsewhere.
     """
@@ -130,7 +130,7 @@ MOST_BLOCKS, FEWEST_BLOCKS = 64, 8
 
 
 class Blocks(NamedTuple):
-    """How many chunks of like clients are computed as one, in training and in evaluation."""
+    """Number of chunks of like clients computed as one, in training and in evaluation."""
 
     training: int = 1
     evaluation: int = 1
@@ -189,7 +189,7 @@ def count_activations(
 
 
 def saved_bytes(task: Task, x: Tree, dtype: torch.dtype, together: bool = True) -> int:
-    """What a client's forward pass in training keeps for its gradient: every piece once."""
+    """Bytes that a client's forward pass in training keeps for its gradient: every piece once."""
     clients = 2 if together else 1
     program = Program.of(task, dtype, CPU)
     program.module.train()

@@ -110,7 +110,7 @@ class RunSettings:
         self._check_precision()
 
     def _check_float64(self) -> None:
-        """Where the device has no float64 the states stay on the host, and with them μ."""
+        """If the device has no float64, the states stay on the host, and with them μ."""
         kind = str(self.device).split(":")[0]
         if kind not in NO_FLOAT64:
             return

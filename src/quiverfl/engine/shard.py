@@ -100,12 +100,12 @@ class Shard:
         self.steps: Integers = np.zeros(count, dtype=np.int64)
         """Local steps of the last round."""
         self.visits: Integers = np.zeros(count, dtype=np.int64)
-        """How often each of a client's samples was visited, counted for a privacy budget."""
+        """Visits of each of a client's samples, counted for a privacy budget."""
         self.reports = ReportExchange.make(report_spec, self.context, method, self.world)
 
     @property
     def view(self) -> ReportView | None:
-        """What clients have reported to each other, where the topology is adaptive."""
+        """Reports that clients have exchanged, if the topology is adaptive."""
         return None if self.reports is None else self.reports.view
 
     def train(

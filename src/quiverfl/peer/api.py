@@ -104,7 +104,7 @@ class Peer:
         return outcome
 
     def status(self) -> dict[str, Any]:
-        """What `quiver peer status --json` prints; before the first run only name and state."""
+        """Output of `quiver peer status --json`; before the first run only name and state."""
         if self._node is None:
             return {"name": self.name, "state": self._state}
         return self._node.status()

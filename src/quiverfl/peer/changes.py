@@ -1,8 +1,8 @@
 """Joint decisions of members: evictions, and changes of a run under way.
 
 A member signs what it wants, and peers pass signed statements on with every greeting, so that an
-absent member learns of them. A majority of the others evicts a store; a change of the run needs
-all members. One member alone, or a forger, changes nothing in the records of the others.
+absent member learns of them. A majority of the other members evicts a store; a change of the run
+needs all members. One member alone, or a forger, changes nothing in the records of other members.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def make_swarm(
 
 
 def check_demo(config: Config) -> None:
-    """Refuse what the peers would refuse, each in a log of its own."""
+    """Refuse what the peers would refuse, each in its own log."""
     from quiverfl.engine.checks.peers import check_peer_method, choose_message_split
     from quiverfl.peer.setup import refuse_simulation_keys
     from quiverfl.runs.experiment import Experiment, make_method

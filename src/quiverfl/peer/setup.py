@@ -214,7 +214,7 @@ def build_learner(folder: PeerFolder) -> PeerParts:
 
 
 def _find_common_classes(dataset: Dataset, method: Method, probe: ModelProbe) -> tuple[str, ...]:
-    """The names of classes, if the part of the model that tells them apart is sent.
+    """The names of classes, if the part of the model that distinguishes them is sent.
 
     Numbers are the same at all peers (`_check_numbering`).
     """

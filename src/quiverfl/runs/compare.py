@@ -72,7 +72,7 @@ def plan_comparison(
 def run_comparison(
     cells: Cells, run: Callable[[str, Config], Result]
 ) -> tuple[dict[str, Result], dict[str, Diverged]]:
-    """Run all cells. One that diverges does not stop the others; its error is returned."""
+    """Run all cells. One that diverges does not stop the rest; its error is returned."""
     results: dict[str, Result] = {}
     diverged: dict[str, Diverged] = {}
     for label, cell in cells:

@@ -83,9 +83,9 @@ class DataConfig(Section):
     seed: int | None = None
     """Seed of the partition; the run's own unless given."""
     unseen: int | tuple[int | str, ...] | None = None
-    """How many clients are held out of the federation, or which: numbers, or names of owners."""
+    """Clients held out of the federation: how many, or a list of numbers or owners' names."""
     unseen_start: Start = "random"
-    """Whose parameters each of them is handed (data/unseen.py)."""
+    """Source of the parameters that each receives (data/unseen.py)."""
     unseen_epochs: int | None = None
     unseen_part: Part | None = None
     unseen_when: When = "last"

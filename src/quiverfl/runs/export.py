@@ -36,7 +36,7 @@ from quiverfl.support.environment import require_package
 from quiverfl.task import call_arguments
 from quiverfl.trees import Tree, tree_leaves, tree_map
 
-# A model as a program of its own, which runs without this package: torch.export's, or ONNX.
+# A model as a standalone program, which runs without this package: torch.export's, or ONNX.
 #
 # What was written is read back and tried on a few samples; a program that says something else is
 # not left behind.

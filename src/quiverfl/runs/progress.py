@@ -1,4 +1,4 @@
-"""How a run is shown while it goes: a bar on a terminal or in a notebook, plain lines elsewhere,
+"""Progress of a run while it goes: a bar on a terminal or in a notebook, plain lines elsewhere,
 or nothing."""
 
 from __future__ import annotations

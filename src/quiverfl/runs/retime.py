@@ -65,7 +65,7 @@ def retime(run: Run | SavedRun | Path | str, devices: Devices, waits: str = "gra
     """Give a synchronous run the seconds and joules that it would have taken on these devices.
 
     `waits` is "graph" (a client goes on when what its graph promises is here) or "all" (when
-    everybody is done). A run folder does as well as a run.
+    all are done). A run folder does as well as a run.
     """
     if waits not in ("graph", "all"):
         raise QuiverError(

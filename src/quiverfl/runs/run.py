@@ -198,7 +198,7 @@ class Run(AnyRun):
 
     @property
     def attackers(self) -> list[int]:
-        """Clients that were made to attack: not among those whose means are reported."""
+        """Clients that were made to attack: reported means leave them out."""
         made = self.simulation
         attackers = choose_attackers(
             made.transforms.adversary, made.settings.seed, made.topology.clients

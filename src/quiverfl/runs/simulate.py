@@ -194,7 +194,7 @@ class Simulation:
         return count_steps(self.task, self.method, self.training, sizes, self.settings)
 
     def _round_clock(self, shard: Shard, exchange: Exchange, records: list[Record]) -> RoundClock:
-        """The clock of rounds, at the end of those that were recorded before."""
+        """The clock of rounds, continued from the end of the recorded rounds."""
 
         def predict() -> tuple[Integers, Integers]:
             messages = shard.outbox()

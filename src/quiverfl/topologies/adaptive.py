@@ -176,7 +176,7 @@ class _PushRule:
         )
 
     def _choose_others(self, scores: Floats, round: int) -> Flags:
-        """[who chooses, who is chosen]: the next in the circle, then the best of the others."""
+        """[who chooses, who is chosen]: the next in the circle, then the best of the rest."""
         drawn = self._draw_circle(len(scores), round)
         taken = drawn | np.eye(len(scores), dtype=bool)
         ties = _hash_pairs(self.seed, self.name, round, len(scores))

@@ -43,7 +43,7 @@ class Adversary(Protocol):
 
 @dataclass(frozen=True)
 class _Attack:
-    """By default attackers are a fifth of the clients and train like the others."""
+    """By default attackers are a fifth of the clients and train like all other clients."""
 
     share: Fraction = 0.2
 

@@ -127,7 +127,7 @@ def save_arrays(dataset: Dataset, folder: Path) -> None:
 
 
 def _save_tree(tree: Any, folder: Path, name: str) -> Any:
-    """Every array in a file of its own; what the tree looks like, with their names."""
+    """Save every array in its own file. Returns the structure of the tree, with their names."""
     if isinstance(tree, dict):
         parts = [_save_tree(tree[k], folder, f"{name}-{i}") for i, k in enumerate(tree)]
         return {"keys": list(tree), "parts": parts}

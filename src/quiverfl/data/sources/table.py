@@ -377,7 +377,7 @@ def _read_inputs(
     options: Options,
     reader: InputReader,
 ) -> tuple[Any, set[str], Any]:
-    """The inputs, which of them were lists, and what the columns of the others are called."""
+    """The inputs, the ones among them that were lists, and the column names of the rest."""
     every = [column for columns in named.values() for column in columns]
     categories = choose_categories(origin, table, every, options.categories)
     inputs: dict[str, Any] = {}

@@ -49,7 +49,7 @@ def check_missing(missing: Any) -> None:
 def drop_incomplete(
     origin: Origin, table: pd.DataFrame, columns: Sequence[str]
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The rows that have a value in every column, and a note on the others.
+    """The rows that have a value in every column, and a note on the rows left out.
 
     Integer columns become integers again: with missing cells they are read as floats.
     """
@@ -136,7 +136,7 @@ def choose_categories(
 
 @dataclass(frozen=True)
 class Padding:
-    """How lists of unequal lengths get one length: that of the longest unless given."""
+    """Pads lists of unequal lengths to one length: that of the longest unless given."""
 
     value: float
     length: int | None = None

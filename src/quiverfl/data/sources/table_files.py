@@ -74,9 +74,9 @@ class Origin:
 
     name: str
     style: TextStyle | None = None
-    """Of a text file: its rows are named by their lines."""
+    """For a text file: its rows are named by their lines."""
     parts: tuple[tuple[int, Origin], ...] = ()
-    """Of a folder: its files, and with which row of the whole table each begins."""
+    """For a folder: its files, and the row of the whole table with which each begins."""
 
     def __str__(self) -> str:
         return self.name

@@ -30,7 +30,7 @@ from quiverfl.trees import first_leaf, tree_leaves, tree_map
 CLIENTS = 2
 """Stacked states that functions are tried on: enough to see that two clients differ."""
 STEP = 1e-2
-"""How far the trial trains, in the parameters' units."""
+"""Length of the trial's step, in the parameters' units."""
 
 
 def check_functions(

@@ -33,7 +33,7 @@ def check_targets(task: Task, y: Tree, outputs: Tree) -> None:
 
 
 def _check_class_numbers(y: Tensor, outputs: Tensor) -> None:
-    """What cross-entropy takes: one class number for each row of outputs."""
+    """Inputs of cross-entropy: one class number for each row of outputs."""
     shape = tuple(y.shape[1:])
     if y.ndim == 2 and y.shape[1] > 1 and outputs.ndim == 2 and y.shape[1] == outputs.shape[1]:
         whole = bool(((y == 0) | (y == 1)).all())

@@ -1,4 +1,4 @@
-"""What a model does, found out by trying it on a few samples."""
+"""A model's shapes and behaviour, found by calling it on a few samples."""
 
 from __future__ import annotations
 

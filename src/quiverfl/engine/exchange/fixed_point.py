@@ -1,7 +1,7 @@
 """The peers' arithmetic: one client's part of the sum that a matrix product computes for all.
 
 On a graph whose columns sum to 1 a message is split into *shares*. Mass is counted in integer units
-and every share is rounded before it is sent. A client adds its own share and then the others' in
+and every share is rounded before it is sent. A client adds its own share, then received ones in
 client order. A method without a mass is given one: its message is sent times μ, and the sum is
 divided by the μ that arrived, which is 1 on a doubly stochastic graph as long as nothing is late.
 On a graph whose rows alone sum to 1, clients send *copies* and receivers weigh them: no mass moves,

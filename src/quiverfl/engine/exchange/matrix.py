@@ -187,9 +187,9 @@ def _sparse_product(graph: Graph, leaf: Tensor) -> Callable[[Tensor], Tensor]:
 
 class MatrixProduct:
     """A core: a product per leaf, in place where nothing is late. All clients are in one process,
-    unless `rows` are those that are here and `product` brings the others' messages.
+    unless `rows` are those that are here and `product` brings the rest.
 
-    With a delay τ a client has its own share of round t at once and the others' shares of round
+    With a delay τ a client has its own share of round t at once and other clients' shares of round
     t - τ; before round τ nothing arrives from others. Shares for a client that is offline when
     they are due wait for the next round in which it is there.
     """

@@ -121,7 +121,7 @@ class LastMessages(UpdateStage):
 class AttackStage(UpdateStage):
     """Replaces what attackers send.
 
-    An attacker that claims a false mass deceives others and not itself: the part of its own
+    An attacker that claims a false mass deceives other clients and not itself: the part of its own
     message that it keeps, and parts that are refused and return to it, have their true mass.
     """
 

@@ -1,4 +1,4 @@
-"""What the phases of a shard work with: data, model, optimizer settings, modules to run."""
+"""The context of all phases of a shard: data, model, optimizer settings, modules to run."""
 
 from __future__ import annotations
 

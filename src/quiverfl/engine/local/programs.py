@@ -3,7 +3,7 @@
 `Vectorized` computes all clients of a chunk together (vmap: batched matrix products), which is
 fastest for dense models; `Sequential` binds the parameters of one client after the other to one
 module, which is fastest for convolutional models on a CPU (engine/local/workers.py: several at a
-time, each on a module of its own). Both give the same numbers up to rounding, and nothing above
+time, each on its own module). Both give the same numbers up to rounding, and nothing above
 them can tell which one is at work.
 """
 
@@ -180,7 +180,7 @@ class Program:
 
 
 class ProgramPool:
-    """Copies of a program, each on a module of its own."""
+    """Copies of a program, each on its own module."""
 
     def __init__(self, template: Program) -> None:
         self._template = template
@@ -222,7 +222,7 @@ class ProgramPool:
 
 
 class Executor(Protocol):
-    """How the clients of a chunk are computed together: how many to train, how many to evaluate."""
+    """Computes the models of a chunk of clients, with a chunk size for training and evaluation."""
 
     @property
     def name(self) -> str: ...

@@ -289,7 +289,7 @@ def _trains_head_only(phase: Train) -> bool:
 
 
 def count_gradients(phase: Train | Interleaved) -> int:
-    """How often a batch is passed through the model and back: what a local step costs."""
+    """Number of forward and backward passes per batch: the cost of a local step."""
     if isinstance(phase, Interleaved):
         return sum(count_gradients(inner) for inner in phase.phases if isinstance(inner, Train))
     twice = phase.lookahead is not None and not phase.lookahead.split_batch

@@ -1,7 +1,7 @@
 """A peer's durable memory: tensors in files, accounts and ledger in SQLite.
 
 Files are durable before the transaction that names them; the transaction is the commit. Every
-method that changes something is one commit: it either happened entirely or not at all.
+method that changes something is one commit: it happened either entirely or not.
 """
 
 from __future__ import annotations

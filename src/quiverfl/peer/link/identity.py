@@ -1,4 +1,4 @@
-"""Who is who: a small certificate authority, and one P-256 key per peer.
+"""Identities: a small certificate authority, and one P-256 key per peer.
 
 A peer is the name in its certificate's subject alternative name. The run's authority has signed the
 certificate, and the roster lists the fingerprint of its key. All three must agree; there is no way
@@ -249,7 +249,7 @@ def check_address(address: str, option: str = "") -> None:
 
 
 def create_authority(folder: Path, run: str, days: int = 3650) -> None:
-    """Make the run's own certificate authority; its key stays with whoever admits peers."""
+    """Make the run's own certificate authority; its key stays with the person who admits peers."""
     check_name("run", run)
     if (folder / AUTHORITY_KEY).exists():
         raise QuiverError(f"{folder / AUTHORITY_KEY} exists: an authority is not overwritten.")

@@ -192,7 +192,7 @@ class _Connection:
 
 
 class ConnectionGuard:
-    """Bounds the connections of each member, and of those that have not shown who they are.
+    """Bounds the connections of each member, and of callers that are not identified yet.
 
     gRPC accepts connections and knows no limit but their number, so one member could hold all. The
     guard looks at the process's own sockets whenever one is accepted, and shuts down those that are

@@ -191,7 +191,7 @@ async def _read_first(context: CallContext) -> bytes:
 
 
 async def _run_until_one_ends(*works: Coroutine[Any, Any, Any]) -> None:
-    """Run these until the first of them ends, in whatever way; then end the others."""
+    """Run these until the first of them ends, in whatever way; then end the rest."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

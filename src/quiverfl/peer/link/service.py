@@ -61,7 +61,7 @@ HANDSHAKE_SECONDS = 10
 LAST_WORDS = 0.2
 """Time that calls may go on after a stop, such as with receipts of the last commit."""
 WATCHERS, WATCH_TICK = 2, 0.1
-"""How many streams of the health service one member may hold, and how often each looks."""
+"""Streams of the health service that a member may hold, and seconds between two checks."""
 
 
 class Service:
