@@ -26,7 +26,7 @@ from quiverfl.errors import QuiverError
 from quiverfl.support.durable import open_replacement, replace_file
 from quiverfl.task import Params
 
-# Tensors into a safetensors file, one after the other.
+# Write tensors into a safetensors file, one after the other.
 #
 # The library's own writer makes a copy of all of them first, and another of the file: with 100
 # clients of ResNet-18 that is three times 4.5 GB. The format is a length, a JSON header and

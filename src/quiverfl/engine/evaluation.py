@@ -162,7 +162,7 @@ Blocks = list[tuple[Integers, Tensor]]
 def _see_each(
     context: PhaseContext, examples: Examples, params: Params, group: ClientGroup, begin: int
 ) -> tuple[Tree, Tree, Blocks]:
-    """Outputs and targets of the clients who have samples behind `begin`, one after the other.
+    """Outputs and targets of the clients that have samples behind `begin`, one after the other.
 
     Nothing is padded, so those with as many samples are a block. Each is computed as if alone.
     """

@@ -179,7 +179,7 @@ def _is_exact(task: Task, method: Method, training: Training, probe: ModelProbe)
 def count_activations(
     task: Task, data: FederatedData, dtype: torch.dtype, together: bool = True
 ) -> Activations:
-    """By a gradient on two samples and one on four; `together`: by vmap, or one client alone.
+    """Measured by gradients on two and on four samples; `together`: by vmap, else one client.
 
     vmap takes some layers apart: GroupNorm by vmap keeps more than twice as much.
     """

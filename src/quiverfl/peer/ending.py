@@ -1,8 +1,8 @@
 """The end of a peer's run: it waits for all other peers, or gives its mass away and leaves.
 
 After its last round a peer keeps its mass: it is the μ of the model it ends with, and counts in the
-audit. Without waiting, others may be far behind by then. They push nothing to a peer that has had
-its last round. A share that was under way when they heard of it goes back to its sender, which
+audit. Without waiting, some peers are far behind by then. They push nothing to a peer that has had
+its last round. A share that was under way when they learned of it goes back to its sender, which
 needs it to train on. Two kinds stay, since nobody trains with them any more: shares of a sender's
 last round, and shares of a sender that leaves.
 """
@@ -24,7 +24,7 @@ PERSONAL = "personal.safetensors"
 FIRST_PAUSE = 0.25
 """Seconds until peers that are behind are asked again; the pause doubles up to linger / 4."""
 END_TICK = 0.25
-"""Seconds after which a finished peer looks again whom it must still tell or ask."""
+"""Seconds between a finished peer's checks for peers that it must still inform or ask."""
 LEAVE_TICK = 0.1
 """The same for a leaving peer."""
 LEAVE_RECEIVERS = 4
@@ -42,7 +42,7 @@ async def run_end(node: Node) -> None:
 async def _wait_for_late_shares(node: Node) -> None:
     """Take in late shares and answer, until all have finished or there is no news any more.
 
-    Neighbours that are behind are asked how far they are: they push nothing here that would tell.
+    Neighbours that are behind are asked for their round, as no share from them would show it.
     """
     node.state = "finished"
     neighbours, linger = node.neighbours, node.settings.linger
@@ -103,7 +103,7 @@ def _find_uninformed(node: Node, others: set[str]) -> set[str]:
 
 
 def _measure_progress(node: Node) -> tuple[int, int]:
-    """A value that changes when others come on, and never goes back.
+    """A value that grows when other peers advance, and never falls.
 
     Neither shares nor a neighbour that ends again and again keep a peer up.
     """

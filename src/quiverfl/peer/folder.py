@@ -60,7 +60,7 @@ class Settings:
     deadline_factor: float = 3.0  # times that
     quorum: float = 1.0  # the part of the promised shares that is enough
     quorum_by: Literal["members", "mass"] = "members"
-    staleness: int | None = None  # async: rounds a peer may be ahead of the slowest it has heard
+    staleness: int | None = None  # async: rounds a peer may be ahead of the slowest it knows of
     max_debt: float = 0.25  # async: mass a neighbour may hold of this peer's, net of what it gave
     round_interval: float = 0.0  # async: seconds between rounds
     linger: float = 30.0  # seconds without news before a finished peer stops serving others
@@ -70,7 +70,7 @@ class Settings:
     evaluate_every: int = 1
     founders: int | None = None  # members that began the run; all of the roster if not given
     copies: bool = False  # send whole messages, not shares with mass
-    rule: Robustness | None = None  # how others' messages are judged
+    rule: Robustness | None = None  # the rule for messages of other peers
 
 
 @dataclass

@@ -92,7 +92,7 @@ class Sample:
 
 
 def check_metrics_address(address: str) -> None:
-    """Refuse an address that others could reach; an empty one serves no metrics."""
+    """Refuse an address that other machines could reach; an empty one serves no metrics."""
     host, _, port = address.rpartition(":")
     if address and (host not in ("127.0.0.1", "localhost", "[::1]") or not port.isdecimal()):
         raise QuiverError(

@@ -350,7 +350,7 @@ class Node:
             sender.refund = None
 
     def _merge_reports(self, receipts: Sequence[tuple[Transfer, Leaves]]) -> Leaves:
-        """Put the senders' reports beside those that are remembered of others."""
+        """Add the senders' reports to the remembered reports of other peers."""
         if self.topology.reports is None or not receipts:
             return {}
         rest, numbers = self.transactions.memory.rest, {n: i for i, n in enumerate(self.names)}

@@ -1,4 +1,4 @@
-"""Recorded async peers, played again in the simulation: who pushed when, who took what.
+"""Recorded async peers, played again in the simulation: all pushes and all shares taken.
 
 A peer's store has every push with its shares, and every share that it took, in order. That is the
 schedule of the run. Played on the clients of a simulation it gives the models that the peers have,

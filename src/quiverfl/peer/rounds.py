@@ -273,7 +273,7 @@ async def _wait_for_pushes(node: Node, t: int) -> None:
 
 
 async def _exchange_verdicts(node: Node, up_to: int | None) -> None:
-    """Answer which shares the robust rule accepts, and wait for the answers on this peer's shares.
+    """Send the robust rule's verdicts on shares, and wait for the verdicts on this peer's shares.
 
     A share that is sent back still counts in this round. This is a separate commit: no peer waits
     for another's answer before it gives its own.

@@ -135,7 +135,7 @@ def compare(
     """Run several methods on the same data, model and seeds: in memory, or into a folder.
 
     `experiment` is one, a dictionary of sections, a TOML file, or a configuration's name. A method
-    that diverges does not stop the others: `diverged` has its message, `runs` how far it came.
+    that diverges does not stop the rest: `diverged` has its message, `runs` how far it came.
     The folder is new, empty, or of this comparison, which is then continued.
     """
     config, dataset = _config(experiment)

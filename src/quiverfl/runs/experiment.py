@@ -261,7 +261,7 @@ def _carry_out(
     stop: Callable[[], bool] = lambda: False,
     callbacks: Sequence[Recorder] = (),
 ) -> Run:
-    """Run it, or the rest of it, in a folder that is this process's alone."""
+    """Run the experiment, or the rest of it, in a folder that this process has locked."""
     simulation = experiment.simulation
     simulation.check()
     experiment.open_folder(folder)
@@ -298,7 +298,7 @@ def run_in_folder(
     stop: Callable[[], bool] = lambda: False,
     wait: bool = False,
 ) -> dict[str, Any]:
-    """Start a run in a new folder, or resume what is there; its summary.
+    """Start a run in a new folder, or resume the run that is there. Returns its summary.
 
     A folder that holds a run of another configuration, or of other data under the same name, is
     refused. A finished run is not repeated; its data may be gone. A folder that another process
@@ -391,7 +391,7 @@ def digest_inputs(config: Config, dataset: Dataset) -> dict[str, str]:
 
 
 def digest_available_inputs(config: Config, shelf: DatasetCache) -> dict[str, str]:
-    """The same, or nothing where the data or code is not to be had: results outlive them."""
+    """The same, or nothing if the data or code is gone: results outlive them."""
     try:
         return digest_inputs(config, shelf.take(config))
     except Exception:

@@ -1,6 +1,6 @@
 """Seconds and joules for a finished synchronous run on given devices; nothing is trained.
 
-Who trains, who sends to whom, how many steps and bytes: a run has recorded what time is made of.
+A run has recorded all that time depends on: training clients, links, steps and bytes.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Prepared(nn.Module):
         self.model, self.prepare, self._inputs = model, prepare, inputs
 
     def forward(self, *several: Tree, **named: Tree) -> Any:
-        """Several inputs come as the model takes them, or as one dictionary or tuple."""
+        """Several inputs are arguments of the model, or one dictionary or tuple."""
         x = named or (several[0] if len(several) == 1 else several)
         like = next(self.model.parameters())
 
@@ -173,7 +173,7 @@ class Run(AnyRun):
 
     @property
     def complete(self) -> bool:
-        """Whether it is over: not if a callback stopped it, or it was interrupted or diverged."""
+        """Whether the run is over: not if a callback stopped it, it was interrupted or diverged."""
         return self.ended_early or self.done_rounds >= self.simulation.settings.rounds
 
     @property

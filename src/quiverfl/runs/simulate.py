@@ -170,7 +170,7 @@ class Simulation:
         """Number of clients above which the history is condensed; None: never."""
         if self.settings.history == "hundredths":
             return HUNDRED
-        # What attackers reach stands apart from all others' numbers, so every client's is kept.
+        # Attackers' numbers are reported apart, so each client's numbers are kept.
         # A clock that goes on with rounds after a stop reads each client's steps and bytes.
         attacked = self.transforms.adversary is not None
         crowd = self.settings.history == "auto" and self.topology.clients > CROWD
@@ -331,8 +331,8 @@ def simulate(
     then returned as it is. `progress` shows how far it is, on a terminal or in a notebook.
 
     `compression` is what is sent in place of the messages (qv.Quantize(bits=4)), `privacy`
-    how they are blurred (qv.UpdatePrivacy()), `robustness` which part of them is taken
-    (qv.Balance()), `adversary` who forges them (qv.SignFlip()).
+    how they are clipped and noised (qv.UpdatePrivacy()), `robustness` which part of them is taken
+    (qv.Balance()), `adversary` how attackers forge them (qv.SignFlip()).
 
     `timing` gives the run devices and a clock (qv.Timing): rounds with their seconds, or a run in
     which nobody waits, which has no rounds: `until` ends it.

@@ -1,4 +1,4 @@
-"""Topologies: functions from a round to its graph, which says who sends to whom."""
+"""Topologies: functions from a round to its graph, which has the links and weights."""
 
 from __future__ import annotations
 
@@ -180,13 +180,13 @@ def _check_options(name: str, function: Callable[..., Any], options: Mapping[str
 def _make_own(
     name: str, function: Callable[..., Any], clients: int, options: Mapping[str, Any]
 ) -> Topology:
-    """The topology of your own function, under the name and options it was asked for with."""
+    """The topology of your own function, with the requested name and options."""
     try:
         made = function(clients=clients, **options)
     except QuiverError:
         raise
     except Exception as error:
-        # Whatever the user's function raises is theirs to see, in one line.
+        # Any error of the user's function is shown to the user, in one line.
         raise QuiverError(
             f"topology {name!r} failed ({describe_origin(error)}): {type(error).__name__}: {error}"
         ) from error

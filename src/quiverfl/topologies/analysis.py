@@ -323,7 +323,7 @@ def _compute_masses(graphs: Sequence[Graph]) -> list[Floats]:
 
 
 def measure_skewness(graphs: Sequence[Graph], masses: Sequence[Floats] | None) -> float | None:
-    """ln(largest / smallest) of what clients weigh in the long run; 0 where all weigh alike.
+    """ln(largest / smallest) of the clients' long-run weights; 0 if all weights are equal.
 
     Where columns sum to 1 that is `masses`, μ of some rounds (their mean is returned); elsewhere it
     is how much each start counts in the mean of what clients hold in the end. Unequal weights slow

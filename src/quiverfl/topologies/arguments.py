@@ -13,7 +13,7 @@ MOST_CLIENTS = 1_000_000_000
 def check_whole(
     topology: str, option: str, value: object, low: int, high: int | None, why: str
 ) -> int:
-    """The value as an int in low … high, or a sentence saying why not."""
+    """Return the value as an int in low … high, or raise an error with the reason."""
     try:
         if not isinstance(value, SupportsIndex):
             raise TypeError

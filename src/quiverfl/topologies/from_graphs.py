@@ -187,7 +187,7 @@ def _call_own_function(
         drawn = function(round, *view)
     except QuiverError:
         raise
-    except Exception as error:  # whatever the person's function raises is theirs to see
+    except Exception as error:  # any error of the user's function is shown to the user
         raise QuiverError(
             f"{name}: {type(error).__name__}: {error} ({describe_origin(error)})."
         ) from error

@@ -1,4 +1,4 @@
-"""A round's graph: who trains, who sends to whom, and with which weight.
+"""A round's graph: the clients that train, the links between clients, and their weights.
 
 weights[receiver, sender]: mixed_i = Σ_j weights[i, j] · message_j. All are their own neighbours.
 """

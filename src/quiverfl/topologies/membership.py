@@ -184,7 +184,8 @@ def _give_away(
     """Leaving members give all they have to members that stay, and receive nothing."""
     leaves = np.zeros(membership.clients, dtype=bool)
     leaves[membership.find_leaving(round)] = True
-    home = leaves[receivers] & ~leaves[senders]  # what was meant for who leaves stays at home
+    # The weight meant for a leaving member stays with its sender.
+    home = leaves[receivers] & ~leaves[senders]
     receivers = np.where(home, senders, receivers)
     used = ~leaves[receivers]
     receivers, senders, weights = receivers[used], senders[used], weights[used]

@@ -35,7 +35,7 @@ def participating(
 ) -> Topology:
     """The same graphs with only a fraction of the clients online, drawn again in every round.
 
-    round(fraction · clients) clients are online, at least one. The others neither train nor send
+    round(fraction · clients) clients are online, at least one. All others neither train nor send
     nor receive: identity row and column. A weight that cannot be used stays on the diagonal of the
     sender where columns sum to 1 (mass is conserved), of the receiver where only rows do. Symmetric
     matrices stay symmetric either way; for directed ones whose rows and columns both sum to 1

@@ -5,7 +5,7 @@
     replica     x̂ ← x̂ + Q(x - x̂), x' = x + γ (Σ P · x̂ - x̂): CHOCO-SGD. Neighbours keep x̂, so they
                 must be the same in every round.
 
-Both are u' = u + γ (P - I) · k with what others know of a client, k = Q(u) or x̂.
+Both are u' = u + γ (P - I) · k with k as receivers know it: Q(u) or x̂.
 """
 
 from __future__ import annotations

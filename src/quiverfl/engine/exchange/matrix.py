@@ -190,7 +190,7 @@ class MatrixProduct:
     unless `rows` are those that are here and `product` brings the rest.
 
     With a delay τ a client has its own share of round t at once and other clients' shares of round
-    t - τ; before round τ nothing arrives from others. Shares for a client that is offline when
+    t - τ; before round τ no shares arrive from them. Shares for a client that is offline when
     they are due wait for the next round in which it is there.
     """
 

@@ -97,7 +97,7 @@ class LastMessages(UpdateStage):
     ) -> None:
         """Apply a function to the messages of some rows, in place.
 
-        Its noise is drawn for `purpose`, and from `secret` where others know the seed.
+        Its noise is drawn for `purpose`, and from `secret` if other clients know the seed.
         """
         rows = np.flatnonzero(chosen)
         for group in np.split(rows, len(rows)) if self._by_row and len(rows) else [rows]:
@@ -178,7 +178,7 @@ class NoiseStage(UpdateStage):
         """Secret that the noise is drawn from, if other clients know the run's seed."""
 
     def rewrite(self, round: int, outbox: Message, sends: Flags, present: Flags) -> None:
-        # A client that only receives adds its own share to a sum that others see later.
+        # A client that only receives adds its own share to a sum that other clients see later.
         released = present & self._honest
         self._count_releases(round, released)
         self._last.rewrite_rows(

@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
 
 class Examples:
-    """One split. Floats are cast once, where nothing prepares them; others when gathered.
+    """One split. Floats are cast once if nothing prepares them, else when they are gathered.
 
     Inputs that stay on disk are read when they are gathered, and only then cast.
     """
@@ -90,7 +90,7 @@ class Examples:
     def laid_out(self, image_format: torch.memory_format, as_bytes: bool = False) -> Examples:
         """The same, which hands images over in this format; numbers do not depend on it.
 
-        `as_bytes`: they stay bytes where they can; the model must then be told `byte_factors`.
+        `as_bytes`: they stay bytes where they can; the model must then be given `byte_factors`.
         """
         self._format = image_format
         if self._split.rows is None:

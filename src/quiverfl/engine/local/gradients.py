@@ -82,7 +82,7 @@ class _PhaseLoss:
         self._loss, self._executor, self._programs, self._states = loss, executor, programs, states
 
     def remember_inputs(self, gradient: Gradient) -> Gradient:
-        """The same gradient of a batch that the teachers, and the loss itself, will look at."""
+        """The same gradient; it also keeps its batch for the teachers and the loss."""
 
         def remember(batch: Batch) -> Tensor:
             self._batch = batch

@@ -1,6 +1,6 @@
 """Random numbers inside a model, such as those of dropout, as pure functions of a key.
 
-torch draws them from one global generator: the masks would depend on who was computed before, and
+torch draws them from one global generator: the masks would depend on earlier clients, and
 could not be drawn for stacked clients at once. Under `KeyedDraws` they come from a hash of (key,
 number of the draw, place in the tensor). The key is a tensor, one number per client under vmap; a
 place is its coordinates, so that padded samples behind the real ones change nothing.
@@ -85,7 +85,7 @@ class KeyedRandomMode(TorchFunctionMode):
         return _mix(place)
 
     def uniform(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """In [0, 1), of 24 bits: as many as float32 distinguishes there."""
+        """Uniform numbers in [0, 1), of 24 bits: as many as float32 distinguishes there."""
         drawn = (((self.bits(shape) >> 40) & ((1 << 24) - 1)).to(dtype)) * 2.0**-24
         return drawn.to(self._device)
 

@@ -37,7 +37,7 @@ FEATURES = 512
 
 
 def phase_settings(phase: Phase, training: Training) -> Training:
-    """The optimizer settings of a phase: the run's, or what the method makes of them."""
+    """The optimizer settings of a phase: the run's, or the method's replacement for them."""
     given = phase.settings if isinstance(phase, Train) else None
     if given is None:
         return training

@@ -231,7 +231,7 @@ def evict(accounts: Accounts, peer: str, ban: bool = False) -> Accounts:
 
 
 def record_clocks(accounts: Accounts, known: Mapping[str, tuple[str, int, str]]) -> Accounts:
-    """Remember how often others have pushed: (store, pushes, signature) by peer.
+    """Remember the numbers of pushes of other peers: (store, pushes, signature) by peer.
 
     A peer that restores a backup is recognised by it.
     """

@@ -196,7 +196,7 @@ class Store:
         return disk.parse_terms(self.meta("terms"))
 
     def vouchers(self, receiver: str, rows: int, most: int) -> list[Transfer]:
-        """List shares taken from others than `receiver`, in order, after the first `rows`."""
+        """List shares taken from peers other than `receiver`, in order, after the first `rows`."""
         query = (
             "SELECT * FROM received WHERE refusal = '' AND sender != ? ORDER BY rowid "
             "LIMIT ? OFFSET ?"
@@ -255,7 +255,7 @@ class Store:
         payloads: Mapping[str, bytes],
         entry: Entry,
     ) -> None:
-        """Commit a split: the own share, and the shares of others in the outbox."""
+        """Commit a split: the own share, and the shares for other peers in the outbox."""
         changes = [disk.insert_sent(transfer, "outbox") for transfer in transfers]
         self._commit("push", accounts, changes, memory, payloads, entry)
 

@@ -63,7 +63,7 @@ class Transactions:
         return self.accounts.units / UNIT
 
     def record_clocks(self, clocks: Iterable[Clock], is_genuine: Callable[[Clock], bool]) -> None:
-        """Remember how often others have pushed by their own signature; only news is checked.
+        """Remember the numbers of pushes that other peers have signed; only news is checked.
 
         An honest member passes on a forged clock only if a key was dropped since; after a few, the
         rest of its clocks is not worth the time.

@@ -124,7 +124,7 @@ class AdmissionQueue:
                 self._places.release()
 
     def _seconds_left(self, began: float, received: int) -> float:
-        """A body may take its time unless others wait, but it must keep a lowest rate."""
+        """A body may take its time unless other requests wait, but it must keep a lowest rate."""
         patience = self._limits.patience if self.waiting else self._limits.idle_seconds
         return began + patience + received / self._limits.slowest - time.monotonic()
 

@@ -307,7 +307,7 @@ class Sender:
         return time.monotonic() - self._attempted[1]
 
     def wake(self) -> None:
-        """Try now: there is something to send, or the neighbour has just been heard."""
+        """Try now: there is something to send, or the neighbour has just been in contact."""
         self._wake.set()
 
     async def run(self) -> None:

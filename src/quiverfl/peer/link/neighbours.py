@@ -69,7 +69,7 @@ class Neighbours:
         }
 
     def wake(self, peer: str) -> None:
-        """Try a share at once: its receiver has just been heard."""
+        """Try a share at once: its receiver has just been in contact."""
         if peer in self.senders:
             self.senders[peer].wake()
 
@@ -417,7 +417,7 @@ class SharePuller:
             await self._receiver.push(self._link.peer, frames, answer)
             await call.done_writing()
             async with asyncio.timeout(self._ctx.limits.hello_seconds):
-                await call.read()  # the end, once the other side has heard the last word
+                await call.read()  # the end, once the other side has received the last message
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as problem:
             text = problem.details() if isinstance(problem, grpc.aio.AioRpcError) else "cut"
             raise Unreachable(f"connection lost: {text}") from None

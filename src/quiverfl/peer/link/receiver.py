@@ -369,7 +369,7 @@ class Receiver:
 async def _read_in_time(
     reading: asyncio.Future[bytes], seconds_left: Callable[[int], float], received: int
 ) -> bytes:
-    """Wait for the next frame, unless its stream is too slow; others may queue up meanwhile."""
+    """Wait for the next frame, unless its stream is too slow; streams may queue up meanwhile."""
     while (seconds := seconds_left(received)) > 0:
         done, _ = await asyncio.wait({reading}, timeout=min(seconds, 0.25))
         if done:

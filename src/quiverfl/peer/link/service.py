@@ -1,4 +1,4 @@
-"""The gRPC side of a peer: what it answers when it is called.
+"""The gRPC service of a peer: its answers to calls.
 
 Every caller is identified by its certificate before anything it says is read.
 """
@@ -129,7 +129,7 @@ class Service:
         return handle
 
     async def end_calls(self) -> None:
-        """Refuse new calls; those under way may say what they have to say, and are ended."""
+        """Refuse new calls; calls under way may send their last answer, and are ended."""
         self.healthy = False
         if self._calls:
             await asyncio.wait(self._calls, timeout=LAST_WORDS)
